@@ -1,0 +1,71 @@
+# Everything runs in .venv, which the first target that needs it creates from pyproject.toml and constraints.txt.
+# Needed beforehand: make, and Python 3.11 or newer with its venv module (make PYTHON=python3.12 ... picks another).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+# Test processes, one torch thread each (tests/conftest.py); more than four mostly import torch.
+TEST_PROCESSES ?= auto --maxprocesses=4
+# What `make test` and `make slow` run, and options for pytest, as in: make test TESTS=tests/test_family.py ARGS=-x
+TESTS ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test slow lint format types imports examples bench-cpu build check clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
+
+venv: $(VENV)/.installed-dev ## create .venv with the package and all development tools
+
+demo: $(VENV)/.installed-plot ## the bottleneck in three minutes: a table and two pictures
+	$(BIN)/python -m sigsoftmax demo
+
+test: $(VENV)/.installed-dev ## all tests but the slow ones
+	$(PYTEST) -n $(TEST_PROCESSES) $(ARGS) $(TESTS)
+
+slow: $(VENV)/.installed-dev ## the tests marked slow
+	$(PYTEST) -m slow $(ARGS) $(TESTS)
+
+lint: $(VENV)/.installed-dev ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-dev ## ruff: put the format right, and what rules can be put right safely
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-dev ## mypy, strict, over src
+	$(BIN)/mypy
+
+imports: $(VENV)/.installed-dev ## import-linter: the direction of imports
+	$(BIN)/lint-imports
+
+examples: $(VENV)/.installed-dev ## run every example
+	@set -e; for example in examples/*.py; do echo "== $$example"; $(BIN)/python "$$example"; done
+
+bench-cpu: $(VENV)/.installed-dev ## speed and memory on this CPU, side by side with plain torch
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+build: $(VENV)/.installed-dev ## source archive and wheel, in dist/
+	$(BIN)/python -m build
+
+check: lint types imports test examples ## all that must pass before a change is handed in
+
+clean: ## remove .venv, caches and builds
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "sigsoftmax needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+	  "name another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each extra. A version that changes in either file installs anew.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV): the first time takes minutes, torch is large."
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[$*]'
+	@touch $@

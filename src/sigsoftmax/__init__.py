@@ -1,0 +1,31 @@
+"""Output functions for PyTorch: sigsoftmax and its relatives, with losses and mixtures that are right everywhere."""
+
+from sigsoftmax._version import __version__
+from sigsoftmax.backends.dispatch import explain
+from sigsoftmax.family import Learned, OutputFunction, register_function
+from sigsoftmax.functional import (
+    cross_entropy,
+    linear_cross_entropy,
+    log_probs,
+    log_sigsoftmax,
+    mixture_cross_entropy,
+    mixture_log_probs,
+    probs,
+    sigsoftmax,
+)
+
+__all__ = [
+    "Learned",
+    "OutputFunction",
+    "__version__",
+    "cross_entropy",
+    "explain",
+    "linear_cross_entropy",
+    "log_probs",
+    "log_sigsoftmax",
+    "mixture_cross_entropy",
+    "mixture_log_probs",
+    "probs",
+    "register_function",
+    "sigsoftmax",
+]

@@ -1,0 +1,65 @@
+"""What stands between a loss and a backend: a few numbers a row.
+
+A loss of a row of logits with target y needs s = phi(z_y) and n = log sum g. A backend measures both relative to an
+offset o of the row (absolute values cancel), and, given the derivatives of the loss by n and s, writes the gradient
+of the row. Everything else (weights, smoothing, reductions, mixtures) is arithmetic on these vectors.
+
+Shapes: R rows of logits, V classes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class RowStats(NamedTuple):
+    """Each of shape (R,)."""
+
+    offset: Tensor
+    normalizer: Tensor
+    """log sum_j g(z_j) - offset"""
+    target: Tensor | None
+    """phi(z_y) - offset"""
+    dense: Tensor | None
+    """sum_j dense_j (phi(z_j) - offset), for weights over all classes (smoothing, probability targets)"""
+    argmax: Tensor | None
+    entropy: Tensor | None
+
+
+class RowCoefficients(NamedTuple):
+    """The derivatives of the loss by what ``RowStats`` holds, each of shape (R,)."""
+
+    normalizer: Tensor
+    target: Tensor | None
+    dense: Tensor | None
+
+
+class RowRoutines(Protocol):
+    """The two routines of a backend, for one output function and one loss."""
+
+    max_rows: int | None
+    """The most rows a call should be given, where fewer stay in a cache; None for no limit."""
+
+    def stats(
+        self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
+    ) -> RowStats:
+        """Measure rows. ``dense`` is (V,) or (R, V)."""
+        ...
+
+    def gradient(
+        self,
+        logits_RV: Tensor,
+        stats: RowStats,
+        coefficients: RowCoefficients,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        out_RV: Tensor,
+    ) -> None:
+        """Write dL/dlogits of the rows that were measured last; ``out_RV`` may be ``logits_RV``."""
+        ...
+
+    def argument_gradients(self) -> list[Tensor]:
+        """dL/dargument of the form, summed over all rows that were given to ``gradient``."""
+        ...

@@ -1,0 +1,149 @@
+"""The readable truth: every operation in plain torch, on any device, with all of autograd.
+
+It holds the N x V logits (N x K x V for a mixture) and whatever autograd keeps of them. The other backends are
+tested against it, and it is tested against mathematics.
+
+Shapes: N tokens, K components of a mixture, V classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.family import Form
+
+MASK = float("-inf")
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Arithmetic is in float32, in float64 for float64 input."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Rows(NamedTuple):
+    """log g of every class, each row relative to an offset: log g = relative + offset."""
+
+    relative: Tensor
+    """(..., V), -inf where a class is masked"""
+    offset: Tensor
+    """(..., 1)"""
+    normalizer: Tensor
+    """(..., 1): log sum g - offset"""
+
+    @property
+    def log_probs(self) -> Tensor:
+        return self.relative - self.normalizer
+
+    @property
+    def log_normalizer(self) -> Tensor:
+        """The absolute log sum g, (..., )."""
+        return (self.normalizer + self.offset).squeeze(-1)
+
+
+def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Rows:
+    """Transform and normalise the last dimension of ``logits``.
+
+    A logit of -inf masks its class whatever the form makes of -inf; its slope is 1, so that a masked target has the
+    gradient that it has under torch's softmax.
+    """
+    z = logits.to(compute_dtype(logits.dtype))
+    like_z = [a.to(z.device, z.dtype) for a in arguments]
+    masked = z == MASK
+    anchor = z.detach().amax(-1, keepdim=True)
+    anchor = torch.where(anchor == MASK, torch.zeros_like(anchor), anchor)
+    relative, offset = form.relative(torch.where(masked, anchor, z), anchor, *like_z)
+    relative = torch.where(masked, z, relative)
+    return Rows(relative, offset, torch.logsumexp(relative, -1, keepdim=True))
+
+
+def log_probs(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Tensor:
+    """log f over the last dimension, in the arithmetic's dtype."""
+    return rows(logits, form, arguments).log_probs
+
+
+def mixture_log_probs(
+    logits_NKV: Tensor, log_prior_NK: Tensor, form: Form, arguments: Sequence[Tensor], floor: float = 0.0
+) -> Tensor:
+    """log sum_k pi_k f_k, (N, V); with a floor, log(floor + sum_k pi_k f_k), which is not normalised."""
+    joint = log_prior_NK.unsqueeze(-1) + log_probs(logits_NKV, form, arguments)
+    return floored(_logsumexp_of_masks(joint), floor)
+
+
+def _logsumexp_of_masks(joint_NKV: Tensor) -> Tensor:
+    """logsumexp over components whose gradient is 0, not NaN, where all of them are -inf."""
+    all_masked = (joint_NKV == MASK).all(1, keepdim=True)
+    total = torch.logsumexp(torch.where(all_masked, torch.zeros_like(joint_NKV), joint_NKV), 1)
+    return torch.where(all_masked.squeeze(1), torch.full_like(total, MASK), total)
+
+
+def floored(log_p: Tensor, floor: float) -> Tensor:
+    if not floor:
+        return log_p
+    return torch.logaddexp(log_p, torch.full_like(log_p, floor).log())
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """-sum p log p over the last dimension; a class of probability 0 adds nothing."""
+    probs = log_probs.exp()
+    return -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(-1)
+
+
+class TokenResults(NamedTuple):
+    """What the losses need of each token."""
+
+    losses_N: Tensor
+    log_normalizer_NK: Tensor
+    log_probs_NV: Tensor
+
+
+def token_losses(
+    logits_NKV: Tensor,
+    log_prior_NK: Tensor | None,
+    form: Form,
+    arguments: Sequence[Tensor],
+    target: Tensor,
+    *,
+    class_weight_V: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    floor: float = 0.0,
+    ignore_index: int = -100,
+) -> TokenResults:
+    """The loss of each token, before token weights and reduction; 0 for an ignored one.
+
+    ``target`` is (N,) of class indices or (N, V) of probabilities. A plain output layer is a mixture of one:
+    K = 1 and no prior. The meaning of every option is torch's; ``z_loss`` adds ``z_loss * n^2`` with n the log
+    normaliser (for a mixture the prior's mean of n^2, the prior held constant).
+    """
+    parts = rows(logits_NKV, form, arguments)
+    if log_prior_NK is None:
+        log_p = parts.log_probs.squeeze(1)
+    else:
+        joint = log_prior_NK.unsqueeze(-1) + parts.log_probs
+        log_p = floored(_logsumexp_of_masks(joint), floor)
+    num_classes = log_p.shape[-1]
+    weight = torch.ones_like(log_p[:0].sum(0)) if class_weight_V is None else class_weight_V.to(log_p)
+
+    if target.is_floating_point():
+        smooth = target.to(log_p) * (1.0 - label_smoothing) + label_smoothing / num_classes
+        losses = -(smooth * weight * log_p).sum(-1)
+        kept = torch.ones_like(losses, dtype=torch.bool)
+    else:
+        kept = target != ignore_index
+        index = torch.where(kept, target, torch.zeros_like(target))
+        losses = -weight[index] * log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        if label_smoothing:
+            spread = -(weight * log_p).sum(-1) / num_classes
+            losses = (1.0 - label_smoothing) * losses + label_smoothing * spread
+
+    log_normalizer_NK = parts.log_normalizer
+    if z_loss:
+        squares = log_normalizer_NK.square()
+        prior = torch.ones_like(squares) if log_prior_NK is None else log_prior_NK.detach().exp()
+        losses = losses + z_loss * (prior * squares).sum(-1)
+    losses = torch.where(kept, losses, torch.zeros_like(losses))
+    return TokenResults(losses, log_normalizer_NK.detach(), log_p.detach())

@@ -1,0 +1,506 @@
+"""The family of output functions: the one place where phi and its slope are written down.
+
+An output function is ``f(z)_i = g(z_i) / sum_m g(z_m)``. With ``phi = log g`` it is softmax of a transformed
+logit, so a member is given by ``phi``, its slope ``phi'`` and the derivatives of ``phi`` by its parameters.
+Losses, modules, kernels, the command line and the tests are derived from what stands here.
+
+Two levels keep the mathematics small:
+
+* a :class:`Form` is a formula for ``phi`` with arguments. ``logistic`` alone covers five members, because
+  softmax, sigsoftmax, its shifted version, sigmoid and gss are all ``alpha z + beta log sigmoid(z - c)``;
+* a :class:`Definition` names a member, its parameters, and how they become the arguments of a form.
+
+Users meet :class:`OutputFunction`: a definition with values for its parameters.
+
+Shapes: N rows, V classes. Arguments of a form are tensors of shape () or (V,).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["Definition", "Form", "Learned", "OutputFunction", "Parameter", "names", "register_function"]
+
+Pair = tuple[Tensor, Tensor]
+ArgumentSlopes = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A formula for phi. Masked classes (logit -inf) never reach these functions: see ``backends.reference``.
+
+    ``relative(z, anchor, *arguments)`` returns ``(phi(z) - offset, offset)`` for an anchor that is the largest
+    logit of the row. It exists because ``phi(z) - phi(anchor)`` cancels: near ``z = -1e4`` the difference of two
+    float32 values of phi is off by 6e-4. The offset is constant in z and differentiable in the arguments.
+
+    ``argument_slopes(z, anchor, *arguments)`` returns the derivatives of these two results by each argument.
+    """
+
+    name: str
+    phi: Callable[..., Tensor]
+    slope: Callable[..., Tensor]
+    relative: Callable[..., Pair]
+    argument_slopes: Callable[..., ArgumentSlopes]
+    is_builtin: bool = True
+
+
+# --- logistic: phi(z) = alpha z + beta log sigmoid(z - c) -------------------------------------------------------
+
+
+def _logistic_phi(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
+    return alpha * z + beta * F.logsigmoid(z - c)
+
+
+def _logistic_slope(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
+    return alpha + beta * torch.sigmoid(c - z)
+
+
+def _logistic_parts(z: Tensor, anchor: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Half of ``z - anchor``, ``log sigmoid(z - c)`` less its offset, and that offset.
+
+    Halves, because the difference of the largest and the smallest float overflows and ``0 * inf`` is NaN. Left of
+    the bend log sigmoid is a line through the anchor, so the line is subtracted before it is rounded.
+    """
+    centre = c.detach().mean()
+    half_gap = 0.5 * z - 0.5 * anchor
+    bent = anchor > centre
+    x = z - c
+    line = (z - anchor) + (centre - c)
+    log_sigmoid = F.logsigmoid(torch.where(bent, x, -x)) + torch.where(bent, torch.zeros_like(line), line)
+    return half_gap, log_sigmoid, (anchor - centre).clamp(max=0.0)
+
+
+def _logistic_relative(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Pair:
+    half_gap, log_sigmoid, log_sigmoid_offset = _logistic_parts(z, anchor, c)
+    return (2.0 * alpha) * half_gap + beta * log_sigmoid, alpha * anchor + beta * log_sigmoid_offset
+
+
+def _logistic_argument_slopes(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> ArgumentSlopes:
+    half_gap, log_sigmoid, log_sigmoid_offset = _logistic_parts(z, anchor, c)
+    relative = (2.0 * half_gap, log_sigmoid, -beta * torch.sigmoid(c - z))
+    return relative, (anchor, log_sigmoid_offset, torch.zeros_like(anchor))
+
+
+# --- relu: phi(z) = log(max(z, 0) + eps) ------------------------------------------------------------------------
+
+
+def _relu_phi(z: Tensor, eps: Tensor) -> Tensor:
+    return torch.log(torch.relu(z) + eps)
+
+
+def _relu_slope(z: Tensor, eps: Tensor) -> Tensor:
+    return (z > 0) / (torch.relu(z) + eps)
+
+
+def _relu_relative(z: Tensor, anchor: Tensor, eps: Tensor) -> Pair:
+    offset = _relu_phi(anchor, eps)
+    return _relu_phi(z, eps) - offset, offset
+
+
+def _relu_argument_slopes(z: Tensor, anchor: Tensor, eps: Tensor) -> ArgumentSlopes:
+    at_anchor = 1.0 / (torch.relu(anchor) + eps)
+    return (1.0 / (torch.relu(z) + eps) - at_anchor,), (at_anchor,)
+
+
+# --- softcap: phi(z) = c tanh(z / c) ----------------------------------------------------------------------------
+
+
+def _softcap_phi(z: Tensor, c: Tensor) -> Tensor:
+    return c * torch.tanh(z / c)
+
+
+def _softcap_slope(z: Tensor, c: Tensor) -> Tensor:
+    # 1 - tanh^2 is 0 in float32 from z/c = 9 on; this form keeps its digits there.
+    x = z / c
+    return 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)
+
+
+def _softcap_relative(z: Tensor, anchor: Tensor, c: Tensor) -> Pair:
+    # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b): no cancellation when a cap is wide.
+    difference = torch.tanh(z / c - anchor / c) * (1.0 - torch.tanh(z / c) * torch.tanh(anchor / c))
+    return c * difference, _softcap_phi(anchor, c)
+
+
+def _softcap_by_cap(z: Tensor, c: Tensor) -> Tensor:
+    return torch.tanh(z / c) - (z / c) * _softcap_slope(z, c)
+
+
+def _softcap_argument_slopes(z: Tensor, anchor: Tensor, c: Tensor) -> ArgumentSlopes:
+    at_anchor = _softcap_by_cap(anchor, c)
+    return (_softcap_by_cap(z, c) - at_anchor,), (at_anchor,)
+
+
+LOGISTIC = Form("logistic", _logistic_phi, _logistic_slope, _logistic_relative, _logistic_argument_slopes)
+RELU = Form("relu", _relu_phi, _relu_slope, _relu_relative, _relu_argument_slopes)
+SOFTCAP = Form("softcap", _softcap_phi, _softcap_slope, _softcap_relative, _softcap_argument_slopes)
+
+
+# --- the members ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A parameter that a layer creates and trains: its first value, and whether each class has its own."""
+
+    initial: float | None = None
+    per_class: bool = False
+
+
+Value = float | Tensor | Learned
+Number = float | Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """What a member's parameter may be."""
+
+    default: float
+    lower_bound: float = -math.inf
+    """Values at or below it are refused (when they are plain numbers; a learned value moves as it likes)."""
+    can_be_learned: bool = True
+    can_differ_by_class: bool = False
+    """Only for what leaves the offset of a row alone: a shift of z."""
+    learned_in_layers: bool = False
+    """A layer that is given the bare name of the member trains this parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """A named member: which form it is, and how its parameters become the form's arguments."""
+
+    name: str
+    formula: str
+    summary: str
+    form: Form
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    arguments: Callable[..., tuple[Number, ...]]
+    is_linear: Callable[..., bool] = lambda **_: False
+    """Whether phi is an affine function of z, so that log f has rank at most d + 1 (d + 2 with a bias)."""
+
+
+_DEFINITIONS: dict[str, Definition] = {}
+_FORMS: dict[str, Form] = {form.name: form for form in (LOGISTIC, RELU, SOFTCAP)}
+
+
+def _define(definition: Definition) -> None:
+    _DEFINITIONS[definition.name] = definition
+
+
+_define(
+    Definition(
+        name="softmax",
+        formula="alpha z",
+        summary="the usual one; alpha is the control for 'it is only the scale'",
+        form=LOGISTIC,
+        parameters={"alpha": Parameter(default=1.0, lower_bound=0.0)},
+        arguments=lambda alpha: (alpha, 0.0, 0.0),
+        is_linear=lambda **_: True,
+    )
+)
+_define(
+    Definition(
+        name="sigsoftmax",
+        formula="z + log sigmoid(z)",
+        summary="Kanai et al. 2018; raises the rank without a parameter",
+        form=LOGISTIC,
+        arguments=lambda: (1.0, 1.0, 0.0),
+    )
+)
+_define(
+    Definition(
+        name="shifted_sigsoftmax",
+        formula="z + log sigmoid(z + b)",
+        summary="tends to softmax as b grows; b is a scalar or one number per class",
+        form=LOGISTIC,
+        parameters={"b": Parameter(default=0.0, can_differ_by_class=True, learned_in_layers=True)},
+        arguments=lambda b: (1.0, 1.0, -b),
+    )
+)
+_define(
+    Definition(
+        name="sigmoid",
+        formula="log sigmoid(z)",
+        summary="a baseline of the paper",
+        form=LOGISTIC,
+        arguments=lambda: (0.0, 1.0, 0.0),
+    )
+)
+_define(
+    Definition(
+        name="relu",
+        formula="log(max(z, 0) + eps)",
+        summary="a baseline of the paper; a target with z <= 0 gets no gradient",
+        form=RELU,
+        parameters={"eps": Parameter(default=1e-8, lower_bound=0.0, can_be_learned=False)},
+        arguments=lambda eps: (eps,),
+    )
+)
+_define(
+    Definition(
+        name="gss",
+        formula="k (z - c) + c - (k - 1) softplus(z - c)",
+        summary="Parthiban et al. 2021; k = 2, c = 0 is sigsoftmax, k = 1 softmax, k = 0 log(1 + e^z)",
+        form=LOGISTIC,
+        parameters={"k": Parameter(default=2.0), "c": Parameter(default=0.0, can_differ_by_class=True)},
+        arguments=lambda k, c: (1.0, k - 1.0, c),
+        is_linear=lambda k, c: isinstance(k, float) and k == 1.0,
+    )
+)
+_define(
+    Definition(
+        name="softcap",
+        formula="c tanh(z / c)",
+        summary="logits kept within +-c, as in Gemma 2",
+        form=SOFTCAP,
+        parameters={"c": Parameter(default=30.0, lower_bound=0.0, can_be_learned=False)},
+        arguments=lambda c: (c,),
+    )
+)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all members, those registered by the user included."""
+    return tuple(_DEFINITIONS)
+
+
+def form_by_name(name: str) -> Form:
+    return _FORMS[name]
+
+
+def definition_by_name(name: str) -> Definition:
+    if name not in _DEFINITIONS:
+        near = difflib.get_close_matches(name, _DEFINITIONS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown output function {name!r}{hint} Known names: {', '.join(_DEFINITIONS)}.")
+    return _DEFINITIONS[name]
+
+
+# --- members of the user's own ----------------------------------------------------------------------------------
+
+
+def register_function(
+    name: str,
+    phi: Callable[..., Tensor],
+    slope: Callable[..., Tensor] | None = None,
+    *,
+    parameters: Mapping[str, float] | None = None,
+    formula: str = "registered by the user",
+) -> OutputFunction:
+    """Add a member to the family, and return it with its default parameters.
+
+    ``phi(z, *parameters)`` is an elementwise torch function, log g. ``slope``, its derivative by z, is optional:
+    without it autograd finds it. ``parameters`` maps parameter names to default values; each may later be a number,
+    a tensor () or (V,) that gets gradients, or :class:`Learned`. The member runs on every device, and every loss,
+    module and mixture accepts it.
+
+    >>> import torch, sigsoftmax
+    >>> cube = sigsoftmax.register_function("cube", lambda z: z + z**3 / 3, lambda z: 1 + z**2)
+    >>> sigsoftmax.probs(torch.zeros(4), function="cube")
+    tensor([0.2500, 0.2500, 0.2500, 0.2500])
+    """
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ValueError(f"the name of an output function must be an identifier, got {name!r}")
+    if name in _DEFINITIONS and _DEFINITIONS[name].form.is_builtin:
+        raise ValueError(f"{name!r} is a member of the family already; choose another name")
+
+    def slope_by_autograd(z: Tensor, *arguments: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: phi(x, *arguments).sum())(z)
+
+    def relative(z: Tensor, anchor: Tensor, *arguments: Tensor) -> Pair:
+        # Nothing is known of phi: the offset is its own largest value, since that of z may lie elsewhere.
+        value = phi(z, *arguments)
+        offset = value.detach().amax(-1, keepdim=True)
+        return value - offset, offset
+
+    def argument_slopes(z: Tensor, anchor: Tensor, *arguments: Tensor) -> ArgumentSlopes:
+        wide = [argument.expand_as(z) for argument in arguments]
+        slopes = torch.func.grad(lambda *a: phi(z, *a).sum(), argnums=tuple(range(len(wide))))(*wide)
+        return tuple(slopes), tuple(torch.zeros_like(anchor) for _ in wide)
+
+    form = Form(name, phi, slope or slope_by_autograd, relative, argument_slopes, is_builtin=False)
+    _FORMS[name] = form
+    _define(
+        Definition(
+            name=name,
+            formula=formula,
+            summary="registered by the user",
+            form=form,
+            parameters={
+                key: Parameter(default=float(value), can_differ_by_class=True)
+                for key, value in (parameters or {}).items()
+            },
+            arguments=lambda **values: tuple(values.values()),
+        )
+    )
+    return OutputFunction(name)
+
+
+# --- what users hold --------------------------------------------------------------------------------------------
+
+
+class OutputFunction:
+    """A member of the family with values for its parameters; immutable.
+
+    ``OutputFunction("gss", k=0.2)`` fixes k, ``OutputFunction("shifted_sigsoftmax", b=tensor)`` lets gradients flow
+    to a tensor of shape () or (V,), and ``b=Learned(per_class=True)`` asks a layer to create and train it.
+    A parameter left out takes its default. ``str()`` of a member without tensors is read back by :meth:`parse`.
+    """
+
+    def __init__(self, name: str, **parameters: Value | int) -> None:
+        self.definition = definition_by_name(name)
+        known = self.definition.parameters
+        for key in parameters:
+            if key not in known:
+                allowed = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
+                raise ValueError(f"output function {name!r} has no parameter {key!r}; {allowed}")
+        self.given: dict[str, Value] = {
+            key: _checked_value(name, key, known[key], value) for key, value in parameters.items()
+        }
+
+    @property
+    def name(self) -> str:
+        return self.definition.name
+
+    @property
+    def parameters(self) -> dict[str, Value]:
+        """Every parameter with its value, defaults filled in."""
+        return {key: self.given.get(key, spec.default) for key, spec in self.definition.parameters.items()}
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether log f has the rank bound of softmax."""
+        return self.definition.is_linear(**self.parameters)
+
+    @property
+    def form(self) -> Form:
+        return self.definition.form
+
+    def arguments(self, num_classes: int | None = None) -> list[Tensor]:
+        """The arguments of the form as tensors; fixed numbers become float64 scalars on the CPU."""
+        values: dict[str, Number] = {}
+        for key, value in self.parameters.items():
+            if isinstance(value, Learned):
+                raise ValueError(
+                    f"parameter {key!r} of {self.name!r} is to be learned, and only a layer can create it; "
+                    f"pass a tensor: OutputFunction({self.name!r}, {key}=tensor)"
+                )
+            if isinstance(value, Tensor) and value.ndim == 1 and num_classes not in (None, value.shape[0]):
+                raise ValueError(
+                    f"parameter {key!r} of {self.name!r} has {value.shape[0]} values, but there are {num_classes} "
+                    "classes; give one number, or one per class"
+                )
+            values[key] = value
+        return [
+            a if isinstance(a, Tensor) else torch.full((), a, dtype=torch.float64)
+            for a in self.definition.arguments(**values)
+        ]
+
+    def phi(self, z: Tensor) -> Tensor:
+        """log g(z), elementwise; for a parameter per class the classes are the last dimension."""
+        return self.form.phi(z, *self._arguments_like(z))
+
+    def slope(self, z: Tensor) -> Tensor:
+        """The derivative of :meth:`phi` by z."""
+        return self.form.slope(z, *self._arguments_like(z))
+
+    def _arguments_like(self, z: Tensor) -> list[Tensor]:
+        return [a.to(z.device, z.dtype) for a in self.arguments(z.shape[-1] if z.ndim else None)]
+
+    def with_parameters(self, **parameters: Value) -> OutputFunction:
+        """The same member with some parameters replaced."""
+        return OutputFunction(self.name, **{**self.given, **parameters})
+
+    @classmethod
+    def parse(cls, text: str | OutputFunction) -> OutputFunction:
+        """Read ``"gss"``, ``"gss(k=0.2)"``, ``"gss(k=learned:0.5)"`` or ``"shifted_sigsoftmax(b=per_class:4)"``."""
+        if isinstance(text, OutputFunction):
+            return text
+        if not isinstance(text, str):
+            raise ValueError(f"function must be a name or an OutputFunction, got {type(text).__name__}")
+        match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", text)
+        if match is None:
+            raise ValueError(f"cannot read the output function {text!r}; write it like 'gss(k=0.2)'")
+        name, inside = match.group(1), match.group(2) or ""
+        parameters: dict[str, Value] = {}
+        for item in filter(None, (part.strip() for part in inside.split(","))):
+            key, equals, value = (part.strip() for part in item.partition("="))
+            if not equals:
+                raise ValueError(f"cannot read {item!r} in {text!r}; write parameters like 'k=0.2'")
+            parameters[key] = _parsed_value(text, value)
+        return cls(name, **parameters)
+
+    def __str__(self) -> str:
+        inside = ", ".join(f"{key}={_printed_value(value)}" for key, value in self.given.items())
+        return f"{self.name}({inside})" if inside else self.name
+
+    def __repr__(self) -> str:
+        return f"OutputFunction({str(self)!r})"
+
+
+def _checked_value(name: str, key: str, spec: Parameter, value: Value | int) -> Value:
+    where = f"parameter {key!r} of output function {name!r}"
+    if isinstance(value, Learned):
+        if not spec.can_be_learned:
+            raise ValueError(f"{where} cannot be learned; give a number")
+        if value.per_class and not spec.can_differ_by_class:
+            raise ValueError(f"{where} cannot differ by class; learn one number")
+        return value
+    if isinstance(value, Tensor):
+        if not value.is_floating_point() or value.ndim > 1:
+            raise ValueError(
+                f"{where} must be a floating-point tensor of shape () or (num_classes,), "
+                f"got {value.dtype} of shape {tuple(value.shape)}"
+            )
+        if not spec.can_be_learned:
+            raise ValueError(f"{where} must be a plain number, got a tensor; use .item()")
+        if value.ndim == 1 and not spec.can_differ_by_class:
+            raise ValueError(f"{where} cannot differ by class; give one number, got {value.shape[0]}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{where} must be a number or a tensor, got {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{where} must be finite, got {number}")
+    if number <= spec.lower_bound:
+        raise ValueError(f"{where} must be greater than {spec.lower_bound:g}, got {number:g}")
+    return number
+
+
+def _parsed_value(text: str, value: str) -> Value:
+    kind: Literal["", "learned", "per_class"] = ""
+    if value.partition(":")[0] in ("learned", "per_class"):
+        kind, _, value = value.partition(":")  # type: ignore[assignment]
+    try:
+        number = float(value) if value or not kind else None
+    except ValueError:
+        raise ValueError(
+            f"cannot read the value {value!r} in {text!r}; write a number, 'learned', 'learned:0.5', "
+            "'per_class' or 'per_class:0.5'"
+        ) from None
+    if kind:
+        return Learned(initial=number, per_class=kind == "per_class")
+    assert number is not None
+    return number
+
+
+def _printed_value(value: Value) -> str:
+    if isinstance(value, Learned):
+        kind = "per_class" if value.per_class else "learned"
+        return kind if value.initial is None else f"{kind}:{value.initial!r}"
+    if isinstance(value, Tensor):
+        return f"tensor{tuple(value.shape)}"
+    return repr(value)
+
+
+def table() -> Sequence[Definition]:
+    """All definitions, for the documentation and the command line."""
+    return tuple(_DEFINITIONS.values())

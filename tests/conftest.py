@@ -1,0 +1,36 @@
+"""What every test stands on: the CPU settings torch needs, a fixed seed, and a family left as it was found."""
+
+import os
+from collections.abc import Iterator
+
+# torch 2.13's half-precision products fail on CPUs that advertise AMX unless oneDNN is told to leave it alone. It
+# reads this at the first product, so it is set before torch is imported; child processes inherit it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One thread for each test process: otherwise processes times threads exceed the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+from sigsoftmax import family
+
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _registered_functions_do_not_outlive_their_test() -> Iterator[None]:
+    registries = (family._DEFINITIONS, family._FORMS)
+    before = [dict(registry) for registry in registries]
+    yield
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)
