@@ -13,10 +13,14 @@ from sigsoftmax.functional import (
     probs,
     sigsoftmax,
 )
+from sigsoftmax.mixture import MixtureOutputLayer
+from sigsoftmax.modules import OutputLayer
 
 __all__ = [
     "Learned",
+    "MixtureOutputLayer",
     "OutputFunction",
+    "OutputLayer",
     "__version__",
     "cross_entropy",
     "explain",

@@ -53,7 +53,7 @@ class Form:
     is_builtin: bool = True
 
 
-# --- logistic: phi(z) = alpha z + beta log sigmoid(z - c) -------------------------------------------------------
+# Logistic: phi(z) = alpha z + beta log sigmoid(z - c)
 
 
 def _logistic_phi(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
@@ -64,33 +64,46 @@ def _logistic_slope(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor
     return alpha + beta * torch.sigmoid(c - z)
 
 
-def _logistic_parts(z: Tensor, anchor: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Half of ``z - anchor``, ``log sigmoid(z - c)`` less its offset, and that offset.
+def _logistic_less_offset(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
+    """phi less its offset as a piecewise linear function plus a tail.
 
-    Halves, because the difference of the largest and the smallest float overflows and ``0 * inf`` is NaN. Left of
-    the bend log sigmoid is a line through the anchor, so the line is subtracted before it is rounded.
+    ``log sigmoid(x)`` is ``min(x, 0)`` plus a tail that is even in x, so left of c phi has the slope alpha + beta and
+    right of it alpha. Each piece is written so that nothing large is subtracted from something like it: not the logit
+    of the row's largest, and not one slope from the other (they cancel for gss with k near 0).
     """
     centre = c.detach().mean()
-    half_gap = 0.5 * z - 0.5 * anchor
-    bent = anchor > centre
     x = z - c
-    line = (z - anchor) + (centre - c)
-    log_sigmoid = F.logsigmoid(torch.where(bent, x, -x)) + torch.where(bent, torch.zeros_like(line), line)
-    return half_gap, log_sigmoid, (anchor - centre).clamp(max=0.0)
+    left = x < 0
+    tail = F.logsigmoid(torch.where(left, -x, x))
+    # Halved, because the difference of the extreme floats overflows, and 0 * inf is NaN.
+    half_gap = 0.5 * z - 0.5 * anchor
+    along_right = (2.0 * alpha) * half_gap
+    line = torch.where(
+        anchor > centre,
+        torch.where(left, (alpha + beta) * x - alpha * (anchor - c), along_right),
+        torch.where(
+            left, (2.0 * (alpha + beta)) * half_gap + beta * (centre - c), along_right - beta * (anchor - centre)
+        ),
+    )
+    return line + beta * tail
 
 
 def _logistic_relative(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Pair:
-    half_gap, log_sigmoid, log_sigmoid_offset = _logistic_parts(z, anchor, c)
-    return (2.0 * alpha) * half_gap + beta * log_sigmoid, alpha * anchor + beta * log_sigmoid_offset
+    return _logistic_less_offset(z, anchor, alpha, beta, c), alpha * anchor + beta * (anchor - c.detach().mean()).clamp(
+        max=0.0
+    )
 
 
 def _logistic_argument_slopes(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> ArgumentSlopes:
-    half_gap, log_sigmoid, log_sigmoid_offset = _logistic_parts(z, anchor, c)
-    relative = (2.0 * half_gap, log_sigmoid, -beta * torch.sigmoid(c - z))
-    return relative, (anchor, log_sigmoid_offset, torch.zeros_like(anchor))
+    # phi is linear in beta: its derivative is phi itself for alpha = 0, beta = 1.
+    none, one = torch.zeros_like(alpha), torch.ones_like(beta)
+    by_beta, offset_by_beta = _logistic_relative(z, anchor, none, one, c)
+    # The difference of the extreme floats overflows; a class that far below has probability 0, and 0 * inf is NaN.
+    by_alpha = (z - anchor).clamp(min=torch.finfo(z.dtype).min)
+    return (by_alpha, by_beta, -beta * torch.sigmoid(c - z)), (anchor, offset_by_beta, torch.zeros_like(anchor))
 
 
-# --- relu: phi(z) = log(max(z, 0) + eps) ------------------------------------------------------------------------
+# The form of relu: phi(z) is the logarithm of max(z, 0) + eps.
 
 
 def _relu_phi(z: Tensor, eps: Tensor) -> Tensor:
@@ -111,7 +124,7 @@ def _relu_argument_slopes(z: Tensor, anchor: Tensor, eps: Tensor) -> ArgumentSlo
     return (1.0 / (torch.relu(z) + eps) - at_anchor,), (at_anchor,)
 
 
-# --- softcap: phi(z) = c tanh(z / c) ----------------------------------------------------------------------------
+# Softcap: phi(z) = c tanh(z / c)
 
 
 def _softcap_phi(z: Tensor, c: Tensor) -> Tensor:
@@ -126,7 +139,7 @@ def _softcap_slope(z: Tensor, c: Tensor) -> Tensor:
 
 def _softcap_relative(z: Tensor, anchor: Tensor, c: Tensor) -> Pair:
     # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b): no cancellation when a cap is wide.
-    difference = torch.tanh(z / c - anchor / c) * (1.0 - torch.tanh(z / c) * torch.tanh(anchor / c))
+    difference = torch.tanh((z - anchor) / c) * (1.0 - torch.tanh(z / c) * torch.tanh(anchor / c))
     return c * difference, _softcap_phi(anchor, c)
 
 
@@ -144,7 +157,7 @@ RELU = Form("relu", _relu_phi, _relu_slope, _relu_relative, _relu_argument_slope
 SOFTCAP = Form("softcap", _softcap_phi, _softcap_slope, _softcap_relative, _softcap_argument_slopes)
 
 
-# --- the members ------------------------------------------------------------------------------------------------
+# The members
 
 
 @dataclass(frozen=True)
@@ -279,12 +292,12 @@ def form_by_name(name: str) -> Form:
 def definition_by_name(name: str) -> Definition:
     if name not in _DEFINITIONS:
         near = difflib.get_close_matches(name, _DEFINITIONS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown output function {name!r}{hint} Known names: {', '.join(_DEFINITIONS)}.")
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"unknown output function {name!r}{hint}; the known ones are {', '.join(_DEFINITIONS)}")
     return _DEFINITIONS[name]
 
 
-# --- members of the user's own ----------------------------------------------------------------------------------
+# Members of the user's own
 
 
 def register_function(
@@ -344,7 +357,7 @@ def register_function(
     return OutputFunction(name)
 
 
-# --- what users hold --------------------------------------------------------------------------------------------
+# What users hold
 
 
 class OutputFunction:

@@ -9,7 +9,7 @@ Shapes: N tokens (the product of all leading dimensions), K components, V classe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Extras(NamedTuple):
     entropy: Tensor | None = None
 
 
-# --- probabilities ----------------------------------------------------------------------------------------------
+# Probabilities
 
 
 def sigsoftmax(input: Tensor, dim: int = -1) -> Tensor:
@@ -99,7 +99,7 @@ def mixture_log_probs(
     _check_prior(input, prior_logits)
     _check_nonnegative("floor", floor)
     arguments = member.arguments(product.num_classes)
-    log_prior_NK = _log_prior(prior_logits, member, prior_function)
+    log_prior_NK = product.flat(log_prior(prior_logits, member, prior_function))
     tensors = (input, prior_logits, linear_weight, linear_bias, *arguments)
     if dispatch.choose(backend, tensors) == "reference":
         logits_NKV = product.logits(input, linear_weight, linear_bias)
@@ -121,7 +121,30 @@ def mixture_log_probs(
     return flat.view(*product.leading, product.num_classes)
 
 
-# --- losses -----------------------------------------------------------------------------------------------------
+# Losses
+
+
+class LossOptions(TypedDict, total=False):
+    """The keywords that all losses share."""
+
+    function: Required[Function]
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: float
+    z_loss: float
+    token_weights: Tensor | None
+    chunk_bytes: int | None
+    backend: str | None
+
+
+class LinearLossOptions(LossOptions, total=False):
+    linear_bias: Tensor | None
+    weight: Tensor | None
+
+
+class MixtureLossOptions(LinearLossOptions, total=False):
+    prior_function: Function | None
+    floor: float
 
 
 @overload
@@ -130,16 +153,9 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = ...,
     *,
-    function: Function,
-    ignore_index: int = ...,
-    reduction: Reduction = ...,
-    label_smoothing: float = ...,
     dim: int | None = ...,
-    z_loss: float = ...,
-    token_weights: Tensor | None = ...,
-    chunk_bytes: int | None = ...,
-    backend: str | None = ...,
-    extras: tuple[()] = ...,
+    extras: None = ...,
+    **options: Unpack[LossOptions],
 ) -> Tensor: ...
 
 
@@ -149,16 +165,9 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = ...,
     *,
-    function: Function,
-    ignore_index: int = ...,
-    reduction: Reduction = ...,
-    label_smoothing: float = ...,
     dim: int | None = ...,
-    z_loss: float = ...,
-    token_weights: Tensor | None = ...,
-    chunk_bytes: int | None = ...,
-    backend: str | None = ...,
     extras: Sequence[str],
+    **options: Unpack[LossOptions],
 ) -> tuple[Tensor, Extras]: ...
 
 
@@ -176,7 +185,7 @@ def cross_entropy(
     token_weights: Tensor | None = None,
     chunk_bytes: int | None = None,
     backend: str | None = None,
-    extras: Sequence[str] = (),
+    extras: Sequence[str] | None = None,
 ) -> Tensor | tuple[Tensor, Extras]:
     """Cross-entropy of logits; with ``function="softmax"`` it is ``torch.nn.functional.cross_entropy``.
 
@@ -215,6 +224,18 @@ def cross_entropy(
     ).compute(hidden, None, None, None)
 
 
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: None = ..., **options: Unpack[LinearLossOptions]
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: Sequence[str], **options: Unpack[LinearLossOptions]
+) -> tuple[Tensor, Extras]: ...
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -230,7 +251,7 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     chunk_bytes: int | None = None,
     backend: str | None = None,
-    extras: Sequence[str] = (),
+    extras: Sequence[str] | None = None,
 ) -> Tensor | tuple[Tensor, Extras]:
     """Cross-entropy of ``input @ linear_weight.T + linear_bias`` without ever holding these N x V logits.
 
@@ -259,6 +280,30 @@ def linear_cross_entropy(
     ).compute(product.hidden(input), linear_weight, linear_bias, None)
 
 
+@overload
+def mixture_cross_entropy(
+    input: Tensor,
+    prior_logits: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    extras: None = ...,
+    **options: Unpack[MixtureLossOptions],
+) -> Tensor: ...
+
+
+@overload
+def mixture_cross_entropy(
+    input: Tensor,
+    prior_logits: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    extras: Sequence[str],
+    **options: Unpack[MixtureLossOptions],
+) -> tuple[Tensor, Extras]: ...
+
+
 def mixture_cross_entropy(
     input: Tensor,
     prior_logits: Tensor,
@@ -277,7 +322,7 @@ def mixture_cross_entropy(
     token_weights: Tensor | None = None,
     chunk_bytes: int | None = None,
     backend: str | None = None,
-    extras: Sequence[str] = (),
+    extras: Sequence[str] | None = None,
 ) -> Tensor | tuple[Tensor, Extras]:
     """Cross-entropy of a mixture (MoS, MoSS) without ever holding N x K x V; see :func:`mixture_log_probs`.
 
@@ -306,7 +351,12 @@ def mixture_cross_entropy(
         chunk_bytes=_chunk_bytes(chunk_bytes, input.device),
         device=input.device,
         floor=floor,
-    ).compute(product.hidden(input), linear_weight, linear_bias, _log_prior(prior_logits, member, prior_function))
+    ).compute(
+        product.hidden(input),
+        linear_weight,
+        linear_bias,
+        product.flat(log_prior(prior_logits, member, prior_function)),
+    )
 
 
 class _Loss:
@@ -327,7 +377,7 @@ class _Loss:
         reduction: Reduction,
         label_smoothing: float,
         z_loss: float,
-        extras: Sequence[str],
+        extras: Sequence[str] | None,
         backend: str | None,
         chunk_bytes: int,
         device: torch.device,
@@ -339,14 +389,15 @@ class _Loss:
         self.arguments = self.member.arguments(num_classes)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.label_smoothing, self.z_loss, self.floor = float(label_smoothing), float(z_loss), float(floor)
-        self.extras, self.backend, self.chunk_bytes = extras, backend, chunk_bytes
+        self.extras, self.backend, self.chunk_bytes = extras or (), backend, chunk_bytes
         self.class_weight, self.token_weights = class_weight, token_weights
+        self.wants_extras = extras is not None
         if reduction not in ("none", "mean", "sum"):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
         _check_nonnegative("z_loss", z_loss)
-        for name in extras:
+        for name in self.extras:
             if name not in EXTRAS:
                 raise ValueError(f"unknown extra {name!r}; known: {', '.join(EXTRAS)}")
         self.target = self._flat_target(target, device)
@@ -432,7 +483,7 @@ class _Loss:
             if is_empty is not None:
                 total = torch.where(is_empty, torch.full_like(total, torch.nan), total)
             loss = total.to(self.dtype)
-        if not self.extras:
+        if not self.wants_extras:
             return loss
         return loss, self._extras(log_normalizer_NK, argmax_N, entropy_N, is_mixture=log_prior_NK is not None)
 
@@ -497,7 +548,7 @@ class _Loss:
         )
 
 
-# --- the border -------------------------------------------------------------------------------------------------
+# The border
 
 
 class _Product(NamedTuple):
@@ -543,6 +594,10 @@ class _Product(NamedTuple):
         components = input.shape[-2] if self.components else 1
         return input.reshape(self.leading.numel(), components, input.shape[-1])
 
+    def flat(self, log_prior: Tensor) -> Tensor:
+        """(N, K)"""
+        return log_prior.reshape(self.leading.numel(), log_prior.shape[-1])
+
     def logits(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _linear(self.hidden(input), weight, bias, self.dtype)
 
@@ -551,13 +606,12 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dt
     return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def _log_prior(prior_logits: Tensor, member: OutputFunction, prior_function: Function | None) -> Tensor:
-    """(N, K) in the arithmetic's dtype; K is small, so this is plain torch."""
+def log_prior(prior_logits: Tensor, member: OutputFunction, prior_function: Function | None) -> Tensor:
+    """Log-probabilities of the components, in the arithmetic's dtype; K is small, so this is plain torch."""
     if prior_function is None:
         prior_function = "softmax" if member.definition.parameters else member
     prior = OutputFunction.parse(prior_function)
-    flat = prior_logits.reshape(-1, prior_logits.shape[-1])
-    return reference.log_probs(flat, prior.form, prior.arguments(flat.shape[-1]))
+    return reference.log_probs(prior_logits, prior.form, prior.arguments(prior_logits.shape[-1]))
 
 
 def _needs(tensor: Tensor | None) -> bool:
@@ -586,7 +640,9 @@ def _check_floating(name: str, tensor: Tensor) -> None:
 def _check_dim(tensor: Tensor, dim: int) -> None:
     rank = max(1, tensor.ndim)
     if not -rank <= dim < rank:
-        raise ValueError(f"dim must lie in [{-rank}, {rank - 1}] for a tensor of shape {tuple(tensor.shape)}, got {dim}")
+        raise ValueError(
+            f"dim must lie in [{-rank}, {rank - 1}] for a tensor of shape {tuple(tensor.shape)}, got {dim}"
+        )
 
 
 def _check_classes(name: str, classes: int) -> None:

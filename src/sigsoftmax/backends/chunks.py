@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends import reference
-from sigsoftmax.backends.blocked import FormRows
+from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.interface import RowCoefficients, RowRoutines
 from sigsoftmax.backends.reference import MASK
 from sigsoftmax.family import Form
@@ -175,7 +175,8 @@ MakeRoutines = Callable[[Form, Sequence[Tensor], Tensor, bool], RowRoutines]
 class LossLoop:
     """One loss over all rows of a source, with gradients if asked for; ``run`` does the work.
 
-    ``scale_N`` is the weight of each token in the total whose gradient is wanted; it is 0 for ignored tokens.
+    ``scale_N`` is the weight of each token in the total whose gradient is wanted; without it no gradient is computed.
+    Blocks are many and small, so whatever can be computed for all tokens at once is computed before or after them.
     """
 
     def __init__(
@@ -194,45 +195,69 @@ class LossLoop:
     ) -> None:
         self.source = source
         self.options = options
-        self.scale_N = scale_N
         like = source.logits_like
         self.dtype = reference.compute_dtype(like.dtype)
+        self.numbers = torch.empty(0, dtype=self.dtype, device=like.device)
         self.log_prior_NK = None if log_prior_NK is None else log_prior_NK.to(self.dtype)
         self.class_weight_V = None if class_weight_V is None else class_weight_V.to(self.dtype)
         self.probabilities_NV = target if target.is_floating_point() else None
-        self.index_N: Tensor | None = None
+        self.share = options.label_smoothing / source.num_classes
         if self.probabilities_NV is None:
             self.kept_N = target != options.ignore_index
-            self.index_N = torch.where(self.kept_N, target, torch.zeros_like(target))
+            self.index_N: Tensor | None = torch.where(self.kept_N, target, torch.zeros_like(target))
+            weight_N = self.numbers.new_full(target.shape, 1.0 - options.label_smoothing)
+            if self.class_weight_V is not None:
+                weight_N = weight_N * self.class_weight_V[self.index_N]
+            self.target_weight_N: Tensor | None = weight_N
         else:
             self.kept_N = torch.ones(source.num_tokens, dtype=torch.bool, device=like.device)
-        every_class = self.probabilities_NV is not None or options.label_smoothing > 0
-        self.is_dense_mixture = log_prior_NK is not None and (every_class or options.argmax or options.entropy)
-        self.needs_dense_weights = every_class and not self.is_dense_mixture
+            self.index_N = self.target_weight_N = None
+        self.scale_N = self.unused_N = None
+        if scale_N is not None:
+            self.scale_N = torch.where(self.kept_N, scale_N, torch.zeros_like(scale_N))
+            self.unused_N = self.scale_N == 0
+        needs_every_class = self.probabilities_NV is not None or options.label_smoothing > 0
+        self.is_dense_mixture = log_prior_NK is not None and (needs_every_class or options.argmax or options.entropy)
+        self.smoothing_V: Tensor | None = None
+        if options.label_smoothing and not self.is_dense_mixture and self.probabilities_NV is None:
+            ones_V = self.numbers.new_ones(source.num_classes)
+            self.smoothing_V = ones_V if self.class_weight_V is None else self.class_weight_V
+            self.smoothing_mass = self.smoothing_V.sum()
         if self.is_dense_mixture:
             self.dense_routines = FormRows(form, arguments, like, needs_arguments)
             self.routines: RowRoutines = self.dense_routines
         else:
             self.routines = make_routines(form, arguments, like, needs_arguments)
-        shape_N, shape_NK = (source.num_tokens,), (source.num_tokens, source.components)
-        empty = torch.empty(0, dtype=self.dtype, device=like.device)
-        self.losses_N = empty.new_empty(shape_N)
-        self.log_normalizer_NK = empty.new_empty(shape_NK)
-        self.argmax_N = torch.empty(shape_N if options.argmax else (0,), dtype=torch.int64, device=like.device)
-        self.entropy_N = empty.new_empty(shape_N if options.entropy else (0,))
         wants_prior = scale_N is not None and log_prior_NK is not None
-        self.prior_gradient_NK = empty.new_empty(shape_NK) if wants_prior else None
+        shape_NK = (source.num_tokens, source.components)
+        self.prior_gradient_NK = self.numbers.new_empty(shape_NK) if wants_prior else None
+        self.collected: dict[str, list[Tensor]] = {}
 
     def run(self) -> TokenLosses:
         wants_gradient = self.scale_N is not None
         compute = self._dense_mixture_block if self.is_dense_mixture else self._block
         for span, first_row, logits_RV in self.source.blocks(self.routines.max_rows, backpropagate=wants_gradient):
-            out_RV = self.source.gradient_rows(first_row, logits_RV) if wants_gradient else None
-            compute(span, logits_RV, out_RV)
-        return TokenLosses(self.losses_N, self.log_normalizer_NK, self.argmax_N, self.entropy_N)
+            compute(span, logits_RV, self.source.gradient_rows(first_row, logits_RV) if wants_gradient else None)
+        normalizer_NK = self._all("log_normalizer").view(self.source.num_tokens, self.source.components)
+        losses_N = self._all("losses") if "losses" in self.collected else self._plain_losses()
+        if self.options.z_loss:
+            prior_NK = torch.ones_like(normalizer_NK) if self.log_prior_NK is None else self.log_prior_NK.exp()
+            losses_N = losses_N + self.options.z_loss * (prior_NK * normalizer_NK.square()).sum(-1)
+        losses_N = torch.where(self.kept_N, losses_N, torch.zeros_like(losses_N))
+        return TokenLosses(losses_N, normalizer_NK, self._all("argmax", torch.int64), self._all("entropy"))
 
     def argument_gradients(self) -> list[Tensor]:
         return self.routines.argument_gradients()
+
+    def _collect(self, **values: Tensor | None) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self.collected.setdefault(name, []).append(value)
+
+    def _all(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """What was collected under a name, for all rows; empty if nothing was."""
+        pieces = self.collected.get(name, [])
+        return torch.cat(pieces) if pieces else self.numbers.to(dtype or self.dtype)
 
     # A plain row, or a mixture that only needs its rows at the target.
 
@@ -241,111 +266,88 @@ class LossLoop:
         index_R = None if self.index_N is None else self.index_N[span]
         if index_R is not None and components > 1:
             index_R = index_R.repeat_interleave(components)
-        dense = self._dense_weights(span)
+        dense = self.smoothing_V if self.probabilities_NV is None else self._smoothed_probabilities(span)
         stats = self.routines.stats(logits_RV, index_R, dense, self.options.argmax, self.options.entropy)
-        if stats.argmax is not None:
-            self.argmax_N[span] = stats.argmax
-        if stats.entropy is not None:
-            self.entropy_N[span] = stats.entropy
-        log_normalizer_nK = (stats.normalizer + stats.offset).view(-1, components)
-        self.log_normalizer_NK[span] = log_normalizer_nK
-
+        log_normalizer_R = stats.normalizer + stats.offset
+        self._collect(log_normalizer=log_normalizer_R, argmax=stats.argmax, entropy=stats.entropy)
+        by_log_f_nK = None
         if self.log_prior_NK is None:
-            losses, by_stats = self._plain_losses(span, stats.normalizer, stats.target, stats.dense, dense)
-            prior_nK = None
+            mass = dense.sum(-1) if self.probabilities_NV is not None and dense is not None else None
+            self._collect(normalizer=stats.normalizer, target=stats.target, dense=stats.dense, mass=mass)
         else:
             assert stats.target is not None
+            mass = None
             log_f_nK = (stats.target - stats.normalizer).view(-1, components)
-            losses, by_stats = self._mixture_losses(span, log_f_nK)
-            prior_nK = self.log_prior_NK[span].exp()
-        by_normalizer, by_target, by_dense = by_stats
-        z_losses_n, z_slopes_nK = self._z_loss(log_normalizer_nK, prior_nK)
-        if z_losses_n is not None and z_slopes_nK is not None:
-            losses = losses + z_losses_n
-            by_normalizer = by_normalizer + z_slopes_nK.flatten()
-        kept_n = self.kept_N[span]
-        self.losses_N[span] = torch.where(kept_n, losses, torch.zeros_like(losses))
+            losses, by_log_f_nK = self._mixture_losses(span, log_f_nK)
+            self._collect(losses=losses)
+        if out_RV is None:
+            return
+        coefficients = self._coefficients(span, log_normalizer_R, mass, by_log_f_nK)
+        self.routines.gradient(logits_RV, stats, coefficients, index_R, dense, out_RV)
 
-        if out_RV is not None and self.scale_N is not None:
-            scale_R = torch.where(kept_n, self.scale_N[span], torch.zeros_like(losses))
-            if components > 1:
-                scale_R = scale_R.repeat_interleave(components)
-            coefficients = RowCoefficients(
-                scaled(by_normalizer, scale_R),
-                None if by_target is None else scaled(by_target, scale_R),
-                None if by_dense is None else scaled(by_dense, scale_R),
-            )
-            if self.prior_gradient_NK is not None and coefficients.target is not None:
-                self.prior_gradient_NK[span] = coefficients.target.view(-1, components)
-            self.routines.gradient(logits_RV, stats, coefficients, index_R, dense, out_RV)
+    def _plain_losses(self) -> Tensor:
+        normalizer_N = self._all("normalizer")
+        if self.target_weight_N is None:
+            return normalizer_N * self._all("mass") - self._all("dense")
+        losses = self.target_weight_N * (normalizer_N - self._all("target"))
+        if self.smoothing_V is not None:
+            losses = losses + self.share * (self.smoothing_mass * normalizer_N - self._all("dense"))
+        return losses
 
-    def _dense_weights(self, span: slice) -> Tensor | None:
-        """Weights over classes: (V,) for smoothing, (n, V) for probability targets."""
-        if not self.needs_dense_weights:
-            return None
-        if self.probabilities_NV is None:
-            if self.class_weight_V is not None:
-                return self.class_weight_V
-            return self.losses_N.new_ones(self.source.num_classes)
-        return self._smoothed_probabilities(span)
+    def _mixture_losses(self, span: slice, log_f_nK: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses, and the negative of their derivative by log f of the target.
+
+        The share of component k in the probability of the target, its responsibility, is all that is needed.
+        """
+        assert self.log_prior_NK is not None and self.target_weight_N is not None
+        joint_nK = self.log_prior_NK[span] + log_f_nK
+        log_p_n1 = torch.logsumexp(joint_nK, -1, keepdim=True)
+        responsibility_nK = torch.exp(joint_nK - log_p_n1).masked_fill_(log_p_n1 == MASK, 0.0)
+        floored_n1 = reference.floored(log_p_n1, self.options.floor)
+        weight_n1 = self.target_weight_N[span].unsqueeze(-1)
+        by_log_f_nK = responsibility_nK.mul_(weight_n1)
+        if self.options.floor:
+            by_log_f_nK.mul_(torch.exp(log_p_n1 - floored_n1))
+        return -(weight_n1 * floored_n1).squeeze(-1), by_log_f_nK
+
+    def _coefficients(
+        self, span: slice, log_normalizer_R: Tensor, mass: Tensor | None, by_log_f_nK: Tensor | None
+    ) -> RowCoefficients:
+        assert self.scale_N is not None and self.unused_N is not None
+        scale_n, unused_n = self.scale_N[span], self.unused_N[span]
+        by_dense = None
+        if by_log_f_nK is not None:
+            components = by_log_f_nK.shape[1]
+            by_normalizer = scaled(by_log_f_nK, scale_n.unsqueeze(-1)).flatten()
+            by_target: Tensor | None = -by_normalizer
+            if self.prior_gradient_NK is not None and by_target is not None:
+                self.prior_gradient_NK[span] = by_target.view(-1, components)
+            scale_n = scale_n.repeat_interleave(components)
+            unused_n = unused_n.repeat_interleave(components)
+        elif self.target_weight_N is not None:
+            by_normalizer = self.target_weight_N[span] * scale_n
+            by_target = -by_normalizer
+            if self.smoothing_V is not None:
+                by_dense = -self.share * scale_n
+                by_normalizer = by_normalizer - by_dense * self.smoothing_mass
+        else:
+            assert mass is not None
+            by_normalizer, by_target, by_dense = mass * scale_n, None, -scale_n
+        if self.options.z_loss:
+            slope_R = 2.0 * self.options.z_loss * log_normalizer_R
+            if self.log_prior_NK is not None:
+                slope_R = slope_R * self.log_prior_NK[span].exp().flatten()
+            by_normalizer = by_normalizer + scaled(slope_R, scale_n)
+        is_cpu = unused_n.device.type == "cpu"
+        return RowCoefficients(by_normalizer, by_target, by_dense, None if is_cpu and not unused_n.any() else unused_n)
 
     def _smoothed_probabilities(self, span: slice) -> Tensor:
+        """Weights of each class in the loss of tokens with probability targets, (n, V)."""
         assert self.probabilities_NV is not None
-        smoothing = self.options.label_smoothing
         weights = self.probabilities_NV[span].to(self.dtype)
-        if smoothing:
-            weights = weights * (1.0 - smoothing) + smoothing / self.source.num_classes
+        if self.options.label_smoothing:
+            weights = weights * (1.0 - self.options.label_smoothing) + self.share
         return weights if self.class_weight_V is None else weights * self.class_weight_V
-
-    def _target_weight(self, span: slice) -> Tensor:
-        """(1 - smoothing) times the weight of each target's class."""
-        assert self.index_N is not None
-        hit = 1.0 - self.options.label_smoothing
-        if self.class_weight_V is None:
-            return torch.full_like(self.losses_N[span], hit)
-        return hit * self.class_weight_V[self.index_N[span]]
-
-    def _plain_losses(
-        self, span: slice, normalizer: Tensor, target: Tensor | None, dense_sum: Tensor | None, dense: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None]]:
-        """Losses, and their derivatives by normaliser, target and dense sum."""
-        if target is None:
-            assert dense is not None and dense_sum is not None
-            mass = dense.sum(-1)
-            return normalizer * mass - dense_sum, (mass, None, -torch.ones_like(mass))
-        weight = self._target_weight(span)
-        losses = weight * (normalizer - target)
-        if dense is None or dense_sum is None:
-            return losses, (weight, -weight, None)
-        share = self.options.label_smoothing / self.source.num_classes
-        mass = dense.sum()
-        losses = losses + share * (mass * normalizer - dense_sum)
-        return losses, (weight + share * mass, -weight, torch.full_like(weight, -share))
-
-    def _mixture_losses(
-        self, span: slice, log_f_nK: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None]]:
-        """By responsibilities: r_k is the share of component k in the probability of the target."""
-        assert self.log_prior_NK is not None
-        joint_nK = self.log_prior_NK[span] + log_f_nK
-        log_p_n = torch.logsumexp(joint_nK, -1)
-        responsibility_nK = torch.exp(joint_nK - log_p_n.unsqueeze(-1))
-        responsibility_nK = responsibility_nK.masked_fill(log_p_n.unsqueeze(-1) == MASK, 0.0)
-        floored_n = reference.floored(log_p_n, self.options.floor)
-        weight_n = self._target_weight(span)
-        by_log_f = weight_n.unsqueeze(-1) * responsibility_nK
-        if self.options.floor:
-            by_log_f = by_log_f * torch.exp(log_p_n - floored_n).unsqueeze(-1)
-        by_log_f_R = by_log_f.flatten()
-        return -weight_n * floored_n, (by_log_f_R, -by_log_f_R, None)
-
-    def _z_loss(self, log_normalizer_nK: Tensor, prior_nK: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if not self.options.z_loss:
-            return None, None
-        weighted = self.options.z_loss * log_normalizer_nK
-        if prior_nK is not None:
-            weighted = weighted * prior_nK
-        return (weighted * log_normalizer_nK).sum(-1), 2.0 * weighted
 
     # A mixture whose loss or extras need the mixed probability of every class.
 
@@ -353,46 +355,44 @@ class LossLoop:
         assert self.log_prior_NK is not None
         block = MixtureBlock(self.dense_routines, logits_RV, self.log_prior_NK[span], self.options.floor)
         log_p_nV = block.log_p_nV
-        self.log_normalizer_NK[span] = block.log_normalizer_nK
-        if self.options.argmax:
-            self.argmax_N[span] = log_p_nV.argmax(-1)
-        if self.options.entropy:
-            self.entropy_N[span] = reference.entropy(log_p_nV)
-        losses = self._losses_of_log_p(span, log_p_nV)
-        z_losses_n, z_slopes_nK = self._z_loss(block.log_normalizer_nK, self.log_prior_NK[span].exp())
-        if z_losses_n is not None:
-            losses = losses + z_losses_n
-        kept_n = self.kept_N[span]
-        self.losses_N[span] = torch.where(kept_n, losses, torch.zeros_like(losses))
-        if out_RV is not None and self.scale_N is not None:
-            assert self.prior_gradient_NK is not None
-            scale_n1 = torch.where(kept_n, self.scale_N[span], torch.zeros_like(losses)).unsqueeze(-1)
-            by_normalizer_nK = None if z_slopes_nK is None else z_slopes_nK * scale_n1
-            by_log_p_nV = self._class_weights_of_tokens(span).mul_(-scale_n1)
-            self.prior_gradient_NK[span] = block.gradient(by_log_p_nV, by_normalizer_nK, out_RV)
-            unused_R1 = (scale_n1 == 0).expand(-1, self.source.components).reshape(-1, 1)
-            out_RV.masked_fill_(unused_R1, 0.0)
+        self._collect(
+            log_normalizer=block.log_normalizer_nK,
+            losses=self._losses_of_log_p(span, log_p_nV),
+            argmax=log_p_nV.argmax(-1) if self.options.argmax else None,
+            entropy=reference.entropy(log_p_nV) if self.options.entropy else None,
+        )
+        if out_RV is None or self.scale_N is None or self.unused_N is None:
+            return
+        scale_n1 = self.scale_N[span].unsqueeze(-1)
+        by_normalizer_nK = None
+        if self.options.z_loss:
+            prior_nK = self.log_prior_NK[span].exp()
+            by_normalizer_nK = 2.0 * self.options.z_loss * prior_nK * block.log_normalizer_nK * scale_n1
+        by_log_p_nV = self._class_weights_of_tokens(span).mul_(-scale_n1)
+        assert self.prior_gradient_NK is not None
+        unused_n1 = self.unused_N[span].unsqueeze(-1)
+        prior_gradient_nK = block.gradient(by_log_p_nV, by_normalizer_nK, unused_n1, out_RV)
+        self.prior_gradient_NK[span] = prior_gradient_nK.masked_fill_(unused_n1, 0.0)
 
     def _losses_of_log_p(self, span: slice, log_p_nV: Tensor) -> Tensor:
-        if self.index_N is None:
+        if self.index_N is None or self.target_weight_N is None:
             return -(self._smoothed_probabilities(span) * log_p_nV).sum(-1)
         at_target = log_p_nV.gather(-1, self.index_N[span].unsqueeze(-1)).squeeze(-1)
-        losses = -self._target_weight(span) * at_target
-        if self.options.label_smoothing:
+        losses = -self.target_weight_N[span] * at_target
+        if self.share:
             weighted = log_p_nV if self.class_weight_V is None else log_p_nV * self.class_weight_V
-            losses = losses - (self.options.label_smoothing / self.source.num_classes) * weighted.sum(-1)
+            losses = losses - self.share * weighted.sum(-1)
         return losses
 
     def _class_weights_of_tokens(self, span: slice) -> Tensor:
         """q with loss = -sum_j q_j log P_j, (n, V)."""
-        if self.index_N is None:
-            return self._smoothed_probabilities(span)
-        smoothing, index_n = self.options.label_smoothing, self.index_N[span]
-        share = smoothing / self.source.num_classes
-        weights = self.losses_N.new_full((index_n.shape[0], self.source.num_classes), share)
+        if self.index_N is None or self.target_weight_N is None:
+            return self._smoothed_probabilities(span).clone()
+        index_n1 = self.index_N[span].unsqueeze(-1)
+        weights = self.numbers.new_full((index_n1.shape[0], self.source.num_classes), self.share)
         if self.class_weight_V is not None:
             weights *= self.class_weight_V
-        return weights.scatter_add_(-1, index_n.unsqueeze(-1), self._target_weight(span).unsqueeze(-1))
+        return weights.scatter_add_(-1, index_n1, self.target_weight_N[span].unsqueeze(-1))
 
 
 class MixtureBlock:
@@ -410,7 +410,9 @@ class MixtureBlock:
         self.log_p_nV = reference.floored(self.exact_log_p_nV, floor)
         self.floor = floor
 
-    def gradient(self, by_log_p_nV: Tensor, by_normalizer_nK: Tensor | None, out_RV: Tensor) -> Tensor:
+    def gradient(
+        self, by_log_p_nV: Tensor, by_normalizer_nK: Tensor | None, unused_n1: Tensor | None, out_RV: Tensor
+    ) -> Tensor:
         """From dL/dlog P to dL/dlogits, written to ``out_RV``; returns dL/dlog prior, (n, K)."""
         if self.floor:
             by_log_p_nV = by_log_p_nV * torch.exp(self.exact_log_p_nV - self.log_p_nV)
@@ -420,5 +422,7 @@ class MixtureBlock:
         by_log_prior_nK = by_log_f_nKV.sum(-1)
         minus_by_normalizer = by_log_prior_nK if by_normalizer_nK is None else by_log_prior_nK - by_normalizer_nK
         by_phi = by_log_f_nKV - self.log_f_nKV.exp() * minus_by_normalizer.unsqueeze(-1)
+        if unused_n1 is not None:
+            by_phi.masked_fill_(unused_n1.unsqueeze(-1), 0.0)
         self.routines.backpropagate(self.logits_RV, by_phi.view_as(self.logits_RV), out_RV)
         return by_log_prior_nK

@@ -34,6 +34,8 @@ class RowCoefficients(NamedTuple):
     normalizer: Tensor
     target: Tensor | None
     dense: Tensor | None
+    unused: Tensor | None
+    """Rows that the loss does not depend on: their gradient is 0, even where their logits are NaN. None if none."""
 
 
 class RowRoutines(Protocol):

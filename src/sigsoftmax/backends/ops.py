@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sigsoftmax import validation
 from sigsoftmax.backends import dispatch, hugepages, reference
-from sigsoftmax.backends.blocked import FormRows
+from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.chunks import GivenLogits, LinearLogits, LossLoop, LossOptions, MixtureBlock, Source, scaled
 from sigsoftmax.family import form_by_name
 
@@ -167,7 +167,7 @@ def _(
 
 
 def _token_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, log_prior, arguments, target, class_weight, scale, *options = inputs
+    hidden, weight, bias, log_prior, arguments, target, class_weight, _, *options = inputs
     _, losses, *_, hidden_gradient, weight_gradient, bias_gradient, prior_gradient, argument_gradient = output
     ctx.set_materialize_grads(False)
     ctx.num_arguments = len(arguments)
@@ -316,7 +316,7 @@ def log_probs_backward(
             routines.backpropagate(logits_RV, by_phi_RV, out_RV)
         else:
             block = MixtureBlock(routines, logits_RV, log_prior[span].to(routines.dtype), floor)
-            prior_gradient[span] = block.gradient(by_log_p_nV, None, out_RV)
+            prior_gradient[span] = block.gradient(by_log_p_nV, None, None, out_RV)
     argument_gradient = (
         torch.cat([g.flatten() for g in routines.argument_gradients()]) if needs_arguments else _empty(by_log_p)
     )

@@ -1,0 +1,355 @@
+"""The least KL that each output head can reach at a width, on distributions that are known.
+
+Every context has its own free h, and the output matrix and class bias are free too, so what remains is what the head
+cannot express. That is neither training nor generalisation: it says where a gain can and cannot come from.
+
+The problem is not convex. Each fit begins at several starts (the head's narrower solution, every contained head,
+random points) and the best and the spread are reported. Contained solutions are also carried over exactly, so that
+``sigsoftmax <= softmax`` or ``moss <= mos`` hold as they must, whatever the optimiser does.
+
+Shapes: N contexts, M words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.analysis.fitting import Problem
+from sigsoftmax.analysis.heads import Head
+from sigsoftmax.analysis.lbfgs import Budget, minimise
+from sigsoftmax.analysis.spectrum import spectrum
+from sigsoftmax.analysis.starts import Solution, contains, disturbed, embedded, random_start, spectral_start
+from sigsoftmax.synthetic import Language, Weighting
+
+__all__ = ["CapacityConfig", "CapacityResult", "StartResult", "capacity_curves", "fit", "softmax_width_of_equal_kl"]
+
+SOFTMAX = Head.parse("softmax")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartResult:
+    """Where one fit began and where it ended."""
+
+    name: str
+    kl: float
+    iterations: int
+    """0 for a contained solution that was carried over exactly and not changed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityResult:
+    """What a head can reach at a width on a language."""
+
+    KIND: ClassVar[str] = "capacity"
+    VERSION: ClassVar[int] = 1
+
+    language: str
+    contexts: int
+    words: int
+    head: str
+    width: int
+    kl: float
+    """the least KL found, in nats; may belong to a contained head (then it is a limit of this one)"""
+    fitted_kl: float
+    """the least KL of a fit of this head itself; rank and singular values are those of that fit"""
+    starts: tuple[StartResult, ...]
+    numbers_per_context: int
+    output_parameters: int
+    rank_bound: int
+    rank: int
+    """singular values of log Q above ``rank_threshold``"""
+    rank_threshold: float
+    """0.5 sqrt(M + N + 1) sigma_max eps of float32, as in the paper"""
+    singular_values: tuple[float, ...]
+    seed: int
+    seconds: float
+
+    @property
+    def spread(self) -> float:
+        """The worst minus the best end of the fits from different starts."""
+        ends = [start.kl for start in self.starts if start.iterations]
+        return max(ends) - min(ends) if ends else 0.0
+
+    @property
+    def excess_perplexity(self) -> float:
+        """e^KL: the factor by which perplexity exceeds that of the truth."""
+        return math.exp(self.kl)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityConfig:
+    """Which heads at which widths, and how much work each fit may take."""
+
+    heads: tuple[str, ...] = ("softmax", "sigsoftmax", "gss(k=0.2)", "gss(k=0)", "mos(K=4)", "moss(K=4)")
+    """contained heads that are missing (softmax always) are fitted too, since others start from them"""
+    widths: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    softmax_widths: tuple[int, ...] = ()
+    """further widths for softmax alone: they make the softmax width of equal KL more exact"""
+    random_starts: int = 1
+    """besides the contained heads and the narrower solution"""
+    budget: Budget = field(default_factory=Budget)
+    thorough_widths: tuple[int, ...] = ()
+    """widths whose fits get ``thorough_random_starts`` and ``thorough_budget`` instead"""
+    thorough_random_starts: int = 3
+    thorough_budget: Budget = field(default_factory=lambda: Budget(iterations=1000))
+    workers: int = 1
+    """fits at once, one thread each; the result does not depend on it"""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths + self.softmax_widths + self.thorough_widths) < 1:
+            raise ValueError(f"widths must be at least one positive number, got {self.widths}")
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        if min(self.random_starts, self.thorough_random_starts) < 0:
+            raise ValueError("the number of random starts must not be negative")
+        for head in self.heads:
+            Head.parse(head)
+
+    def effort(self, width: int) -> tuple[int, Budget]:
+        if width in self.thorough_widths:
+            return self.thorough_random_starts, self.thorough_budget
+        return self.random_starts, self.budget
+
+
+Progress = Callable[[CapacityResult, int, int], None]
+"""Called with a result, how many are ready and how many there will be."""
+
+
+def capacity_curves(
+    language: Language,
+    config: CapacityConfig,
+    *,
+    weights: Weighting = "uniform",
+    progress: Progress | None = None,
+) -> list[CapacityResult]:
+    """Fit every head at every width; sorted by head, as given, and width."""
+    tasks = _tasks(config)
+    solutions: dict[_Task, Solution] = {}
+    results: dict[_Task, CapacityResult] = {}
+    stop = threading.Event()
+    weights_N = language.weights_N(weights)
+
+    def work(task: _Task) -> tuple[CapacityResult, Solution]:
+        head, width = task
+        random_starts, budget = config.effort(width)
+        return fit(
+            language.log_p_NM,
+            head,
+            width,
+            weights_N=weights_N,
+            warm=[solutions[other] for other in tasks[task]],
+            random_starts=random_starts,
+            budget=budget,
+            seed=config.seed,
+            language=language.description,
+            stop=stop,
+        )
+
+    with (
+        _one_thread_each(),
+        ThreadPoolExecutor(config.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+    ):
+        running: dict[Future[tuple[CapacityResult, Solution]], _Task] = {}
+        try:
+            while len(results) < len(tasks):
+                started = set(running.values()) | results.keys()
+                for task in sorted(tasks.keys() - started, key=_length, reverse=True):
+                    # Only as many as can run: a longer fit that becomes possible later goes first.
+                    if len(running) < config.workers and all(other in results for other in tasks[task]):
+                        running[pool.submit(work, task)] = task
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    task = running.pop(future)
+                    results[task], solutions[task] = future.result()
+                    if progress is not None:
+                        progress(results[task], len(results), len(tasks))
+        except BaseException:
+            # An interrupt must not wait for fits of many seconds.
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return [results[task] for task in tasks]
+
+
+def fit(
+    log_p_NM: Tensor,
+    head: Head,
+    width: int,
+    *,
+    weights_N: Tensor | None = None,
+    warm: Sequence[Solution] = (),
+    random_starts: int = 1,
+    budget: Budget | None = None,
+    seed: int = 0,
+    language: str = "given distributions",
+    stop: threading.Event | None = None,
+) -> tuple[CapacityResult, Solution]:
+    """Fit one head at one width. ``warm`` are solutions of the same head at smaller widths, or of contained heads."""
+    began = time.perf_counter()
+    budget = budget or Budget()
+    problem = Problem(log_p_NM, head, width, weights_N)
+    starts: list[StartResult] = []
+    exact: Solution | None = None
+    fitted: Solution | None = None
+
+    for name, point in _exact_points(problem, warm):
+        solution = Solution(problem, point, problem.kl(problem.log_output(point)))
+        starts.append(StartResult(name=name, kl=solution.kl, iterations=0))
+        exact = solution if exact is None or solution.kl < exact.kl else exact
+
+    def evaluate(x: Tensor) -> tuple[float, Tensor]:
+        if stop is not None and stop.is_set():
+            raise InterruptedError("the fit was stopped")
+        return problem.evaluate(x)
+
+    if exact is not None and exact.kl <= budget.floor:
+        fitted = exact
+    for name, point in _start_points(problem, log_p_NM, warm, random_starts, seed) if fitted is None else ():
+        found = minimise(evaluate, point, problem.preconditioner_at, budget)
+        solution = Solution(problem, found.x, problem.kl(problem.log_output(found.x)))
+        starts.append(StartResult(name=name, kl=solution.kl, iterations=max(found.iterations, 1)))
+        fitted = solution if fitted is None or solution.kl < fitted.kl else fitted
+        if solution.kl <= budget.floor:
+            break
+
+    assert fitted is not None
+    best = exact if exact is not None and exact.kl < fitted.kl else fitted
+    singular = spectrum(problem.log_output(fitted.x))
+    result = CapacityResult(
+        language=language,
+        contexts=problem.contexts,
+        words=problem.words,
+        head=str(head),
+        width=width,
+        # KL is not negative; rounding may be.
+        kl=max(best.kl, 0.0),
+        fitted_kl=max(fitted.kl, 0.0),
+        starts=tuple(starts),
+        numbers_per_context=head.numbers_per_context(width),
+        output_parameters=head.output_parameters(problem.words, width),
+        rank_bound=head.rank_bound(problem.words, problem.contexts, width),
+        rank=singular.press32_rank,
+        rank_threshold=singular.press32_threshold,
+        singular_values=singular.singular_values,
+        seed=seed,
+        seconds=time.perf_counter() - began,
+    )
+    return result, best
+
+
+def softmax_width_of_equal_kl(kl: float, curve: Mapping[int, float], *, floor: float = 1e-6) -> float:
+    """The width at which softmax reaches ``kl``, given KL by width; log KL is interpolated linearly in the width.
+
+    Outside the curve the answer is 0 (softmax is better at every width) or inf (worse at every width).
+    """
+    if not curve or min(curve.values()) < 0.0 or not kl >= 0.0:
+        raise ValueError("expected a KL and a curve of KLs that are not negative, with at least one width")
+    points = [(width, max(curve[width], floor)) for width in sorted(curve)]
+    kl = max(kl, floor)
+    if kl > points[0][1]:
+        return 0.0
+    for (left, left_kl), (right, right_kl) in itertools.pairwise(points):
+        if left_kl >= kl >= right_kl:
+            fall = math.log(left_kl / right_kl)
+            return float(left) if fall == 0.0 else left + (right - left) * math.log(left_kl / kl) / fall
+    return float(points[-1][0]) if kl == points[-1][1] else math.inf
+
+
+# --- starts of a fit ------------------------------------------------------------------------------------------------
+
+
+def _generator(seed: int, problem: Problem, name: str) -> torch.Generator:
+    # By name, so that a start is the same whatever else is fitted, and in whatever order.
+    key = f"{seed}/{problem.head}/{problem.width}/{name}"
+    return torch.Generator().manual_seed(zlib.crc32(key.encode()))
+
+
+def _warm_name(problem: Problem, solution: Solution) -> str:
+    return f"width {solution.problem.width}" if solution.problem.head == problem.head else str(solution.problem.head)
+
+
+def _exact_points(problem: Problem, warm: Sequence[Solution]) -> Iterator[tuple[str, Tensor]]:
+    for solution in warm:
+        yield f"{_warm_name(problem, solution)}, exactly", embedded(solution, problem)
+
+
+def _start_points(
+    problem: Problem, log_p_NM: Tensor, warm: Sequence[Solution], random_starts: int, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    for solution in warm:
+        name = f"from {_warm_name(problem, solution)}"
+        yield name, disturbed(solution, problem, _generator(seed, problem, name))
+    if problem.linear_slope is not None and problem.head.components == 1:
+        yield "spectral", spectral_start(problem, log_p_NM)
+    for number in range(max(random_starts, 0 if warm or problem.head.is_softmax else 1)):
+        name = f"random {number}"
+        yield name, random_start(problem, _generator(seed, problem, name))
+
+
+# --- order of the fits ----------------------------------------------------------------------------------------------
+
+_Task = tuple[Head, int]
+
+
+def _tasks(config: CapacityConfig) -> dict[_Task, list[_Task]]:
+    """Every fit with those it starts from, which stand before it: contained heads, and the next smaller width."""
+    heads = _with_contained_heads([Head.parse(text) for text in config.heads])
+    tasks: dict[_Task, list[_Task]] = {}
+    for place, head in enumerate(heads):
+        before = heads[:place]
+        extra = config.softmax_widths if head == SOFTMAX else ()
+        widths = sorted({*config.widths, *extra})
+        for narrower, width in zip([None, *widths], widths, strict=False):
+            tasks[head, width] = [(other, width) for other in before if contains(head, other)]
+            if narrower is not None:
+                tasks[head, width].append((head, narrower))
+    return tasks
+
+
+def _with_contained_heads(heads: Sequence[Head]) -> list[Head]:
+    """The heads, after softmax and those that mixtures start from; contained ones first."""
+    wanted = [SOFTMAX]
+    for head in heads:
+        if head.components > 1:
+            wanted += [Head(head.function), Head(SOFTMAX.function, head.components)]
+        wanted.append(head)
+    unique = list(dict.fromkeys(wanted))
+    # Two heads can contain each other (gss(k=2) and sigsoftmax): the first keeps its place, and only it is a source.
+    ordered: list[Head] = []
+    while unique:
+        free = [
+            head for head in unique if not any(contains(head, o) and not contains(o, head) for o in unique if o != head)
+        ]
+        ordered.append(free[0])
+        unique.remove(free[0])
+    return ordered
+
+
+def _length(task: _Task) -> int:
+    """Orders fits by how long they and those that wait for them will take, roughly."""
+    head, width = task
+    return (2 if head.function.is_linear else 1) * head.components * 1000 - width
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Small matrices gain nothing from threads inside an operation; whole fits side by side do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,88 @@
+"""An output head: a member of the family, alone or as a mixture of K components that share one output matrix."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sigsoftmax.family import Learned, OutputFunction
+
+__all__ = ["Head"]
+
+# The mixtures that have names of their own in the literature.
+MIXTURE_NAMES = {"softmax": "mos", "sigsoftmax": "moss"}
+
+
+@dataclass(frozen=True)
+class Head:
+    """A member of the family and the number of components.
+
+    ``Head.parse`` reads ``"sigsoftmax"``, ``"gss(k=0.2)"``, ``"mos(K=4)"``, ``"moss(K=4)"`` and
+    ``"mixture(gss(k=0), K=4)"``; ``str()`` writes what it reads.
+    """
+
+    function: OutputFunction
+    components: int = 1
+
+    def __post_init__(self) -> None:
+        if self.components < 1:
+            raise ValueError(f"a head needs at least one component, got {self.components}")
+
+    @classmethod
+    def parse(cls, text: str | Head) -> Head:
+        if isinstance(text, Head):
+            return text
+        mixture = re.fullmatch(r"\s*(?:(mos|moss)\s*\(|mixture\s*\((.*),)\s*K\s*=\s*(\d+)\s*\)\s*", text)
+        if mixture is None:
+            if text.strip().partition("(")[0] in ("mos", "moss", "mixture"):
+                raise ValueError(f"cannot read the mixture {text!r}; write 'mos(K=4)' or 'mixture(gss(k=0), K=4)'")
+            return cls(OutputFunction.parse(text))
+        named = {short: name for name, short in MIXTURE_NAMES.items()}
+        return cls(OutputFunction.parse(named.get(mixture[1]) or mixture[2]), int(mixture[3]))
+
+    def __str__(self) -> str:
+        name = str(self.function)
+        if self.components == 1:
+            return name
+        if name in MIXTURE_NAMES:
+            return f"{MIXTURE_NAMES[name]}(K={self.components})"
+        return f"mixture({name}, K={self.components})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Head) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether it is log-linear: a single component of a linear phi."""
+        return self.components == 1 and self.function.is_linear
+
+    def learned(self, words: int) -> dict[str, tuple[float, tuple[int, ...]]]:
+        """The parameters of phi that are fitted too: name -> (first value, shape)."""
+        found: dict[str, tuple[float, tuple[int, ...]]] = {}
+        for key, value in self.function.parameters.items():
+            if isinstance(value, Learned):
+                default = self.function.definition.parameters[key].default
+                found[key] = (default if value.initial is None else value.initial, (words,) if value.per_class else ())
+        return found
+
+    def with_learned(self, values: dict[str, Tensor]) -> OutputFunction:
+        return self.function.with_parameters(**values) if values else self.function
+
+    def numbers_per_context(self, width: int) -> int:
+        """Free numbers that a context may choose: its h, or K of them and a prior."""
+        return self.components * width + self.components - 1
+
+    def output_parameters(self, words: int, width: int) -> int:
+        """Numbers shared by all contexts: the output matrix, the class bias, and what phi learns."""
+        return words * (width + 1) + sum(math.prod(shape) for _, shape in self.learned(words).values())
+
+    def rank_bound(self, words: int, contexts: int, width: int) -> int:
+        """What theory allows log f: width + 2 (h, class bias, normaliser) for a linear phi, else no bound at all."""
+        full = min(words, contexts)
+        return min(full, width + 2) if self.is_softmax else full

@@ -1,0 +1,171 @@
+"""Where fits begin: at random, at the truth's leading singular vectors, and at every head contained in the one fitted.
+
+A head contains another when its parameters can be chosen so that it makes the same distributions, exactly or as a
+limit. A contained solution is carried over in two ways: exactly, as a point that only has to be evaluated and by
+which containment holds whatever the optimiser does, and disturbed, as a start that can leave it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from sigsoftmax.analysis.fitting import Problem
+from sigsoftmax.analysis.heads import Head
+from sigsoftmax.family import OutputFunction
+
+__all__ = ["Solution", "contains", "disturbed", "embedded", "random_start", "spectral_start"]
+
+FAR = 40.0
+"""Distance from the bend of phi at which it is a line within float64: exp(-40) is 4e-18."""
+NEW_LOGITS = 0.3
+"""Standard deviation of what new columns add to the logits of a start."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A fitted head."""
+
+    problem: Problem
+    x: Tensor
+    kl: float
+
+
+class LinearEnd(NamedTuple):
+    """phi is the line ``slope * z + constant`` for all z beyond ``FAR`` in the direction of ``sign``."""
+
+    sign: float
+    slope: float
+
+
+def linear_end(function: OutputFunction) -> LinearEnd | None:
+    """On which side phi becomes a rising line, if any: there the member is softmax of scaled logits.
+
+    sigsoftmax and gss do so at +inf, sigmoid at -inf. Found by probing, so a user's own member is covered.
+    """
+    for sign in (1.0, -1.0):
+        z = sign * torch.linspace(FAR, 4.0 * FAR, 7, dtype=torch.float64)
+        slopes = torch.stack([function.slope(value) for value in z])
+        if slopes[0] > 1e-3 and torch.allclose(slopes, slopes[:1], rtol=1e-12, atol=0.0):
+            return LinearEnd(sign, float(slopes[0]))
+    return None
+
+
+def _first_function(head: Head) -> OutputFunction:
+    """The member with its learned parameters at their first values (scalars: per-class ones start equal)."""
+    return head.with_learned(
+        {key: torch.tensor(value, dtype=torch.float64) for key, (value, _) in head.learned(1).items()}
+    )
+
+
+def _same_phi(one: OutputFunction, other: OutputFunction) -> bool:
+    z = torch.linspace(-30.0, 30.0, 61, dtype=torch.float64)
+    return torch.allclose(one.phi(z), other.phi(z), rtol=1e-12, atol=1e-12)
+
+
+def contains(head: Head, smaller: Head) -> bool:
+    """Whether every output of ``smaller`` is an output, or a limit of outputs, of ``head`` at the same width."""
+    if smaller.components not in (1, head.components):
+        return False
+    if smaller.learned(1):
+        return str(smaller.function) == str(head.function)
+    function = _first_function(head)
+    return _same_phi(function, smaller.function) or (smaller.function.is_linear and linear_end(function) is not None)
+
+
+def random_start(problem: Problem, generator: Generator) -> Tensor:
+    """Logits of standard deviation about 1."""
+    x = torch.randn(problem.size, dtype=torch.float64, generator=generator)
+    parts = problem.views(x)
+    parts.h_Rd.mul_(problem.width**-0.25)
+    parts.output_Me.mul_(problem.width**-0.25)
+    parts.output_Me[:, -1].mul_(0.1)
+    if parts.prior_NK is not None:
+        parts.prior_NK.mul_(0.1)
+    for key, value in parts.learned.items():
+        value.fill_(problem.learned[key][0])
+    return x
+
+
+def spectral_start(problem: Problem, log_p_NM: Tensor) -> Tensor:
+    """The best approximation of log P in the sense of squares, for a linear phi of one component."""
+    assert problem.linear_slope is not None and problem.head.components == 1
+    # Probabilities that are zero or nearly so would rule the squares without mattering to KL.
+    clipped_NM = log_p_NM.clamp_min(math.log(1e-6 / problem.words))
+    centred_NM = clipped_NM - clipped_NM.mean(1, keepdim=True)
+    bias_M = centred_NM.mean(0)
+    u, s, v = torch.linalg.svd((centred_NM - bias_M) / problem.linear_slope, full_matrices=False)
+    used = min(problem.width, s.shape[0])
+    x = torch.zeros(problem.size, dtype=torch.float64)
+    parts = problem.views(x)
+    root = s[:used].sqrt()
+    parts.h_Rd[:, :used] = u[:, :used] * root
+    parts.output_Me[:, :used] = v[:used].T * root
+    parts.output_Me[:, -1] = bias_M / problem.linear_slope
+    return x
+
+
+def embedded(source: Solution, problem: Problem) -> Tensor:
+    """The point of ``problem`` that makes what ``source`` makes; ``contains`` must hold and the width suffice."""
+    return _carried_over(source, problem, bent=False)
+
+
+def disturbed(source: Solution, problem: Problem, generator: Generator) -> Tensor:
+    """A start near :func:`embedded` that can leave it.
+
+    The logits of a softmax are put astride the bend of phi, since far out the fit does not feel it. Copied components
+    are moved apart, new columns are small instead of zero, numbers per class differ: all these are saddle points.
+    """
+    x = _carried_over(source, problem, bent=True)
+    parts, old = problem.views(x), source.problem
+
+    def noise(like: Tensor, scale: float) -> Tensor:
+        return scale * torch.randn(like.shape, dtype=like.dtype, generator=generator)
+
+    old_h, new_h = parts.h_Rd[:, : old.width], parts.h_Rd[:, old.width :]
+    new_output = parts.output_Me[:, old.width : -1]
+    h_scale = float(old_h.std())
+    if problem.head.components > old.head.components:
+        assert parts.prior_NK is not None
+        old_h += noise(old_h, h_scale)
+        parts.prior_NK += noise(parts.prior_NK, 0.1)
+    if new_h.numel():
+        # Measured in logits: where the old ones are huge, a part of their size would undo the solution.
+        new_h += noise(new_h, h_scale)
+        new_output += noise(new_output, NEW_LOGITS / (h_scale * math.sqrt(new_h.shape[1])))
+    if not source.problem.learned:
+        for value in parts.learned.values():
+            value += noise(value, 1.0 if value.ndim else 0.0)
+    return x
+
+
+def _carried_over(source: Solution, problem: Problem, *, bent: bool) -> Tensor:
+    old, given = source.problem, source.problem.views(source.x)
+    x = torch.zeros(problem.size, dtype=torch.float64)
+    parts = problem.views(x)
+    for key, value in parts.learned.items():
+        value.copy_(given.learned[key] if key in given.learned else torch.tensor(problem.learned[key][0]))
+
+    output_Me = given.output_Me
+    function, old_function = _first_function(problem.head), _first_function(old.head)
+    if not _same_phi(function, old_function):
+        end = linear_end(function)
+        assert end is not None and old.linear_slope is not None, f"{problem.head} does not contain {old.head}"
+        # Less their mean over words: the same distributions under a linear phi, and logits around zero.
+        output_Me = (output_Me - output_Me.mean(0)) * (old.linear_slope / end.slope)
+        if not bent:
+            largest = (given.h_Rd @ output_Me[:, :-1].T + output_Me[:, -1]).abs().max()
+            output_Me[:, -1] += end.sign * (FAR + float(largest))
+
+    copies = problem.head.components // old.head.components
+    h_NKd = given.h_Rd.view(problem.contexts, old.head.components, old.width).repeat(1, copies, 1)
+    parts.h_Rd[:, : old.width] = h_NKd.view(-1, old.width)
+    parts.output_Me[:, : old.width] = output_Me[:, :-1]
+    parts.output_Me[:, -1] = output_Me[:, -1]
+    if parts.prior_NK is not None and given.prior_NK is not None:
+        parts.prior_NK.copy_(given.prior_NK)
+    return x

@@ -1,0 +1,98 @@
+"""The two routines for any form, masks and all, by the reference formulas.
+
+Shapes: R rows of a block, V classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.backends import reference
+from sigsoftmax.backends.interface import RowCoefficients, RowStats
+from sigsoftmax.family import Form
+
+BLOCK_BYTES = 512 * 2**10
+"""Intermediate results of this size are reused by the allocator; larger ones are mapped and faulted in each time."""
+
+
+def block_rows(num_classes: int, device: torch.device, block_bytes: int) -> int | None:
+    return max(1, block_bytes // (4 * num_classes)) if device.type == "cpu" else None
+
+
+class FormRows:
+    """Any form."""
+
+    def __init__(
+        self, form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool = False
+    ) -> None:
+        self.form = form
+        self.dtype = reference.compute_dtype(logits_like.dtype)
+        self.arguments = [a.detach().to(logits_like.device, self.dtype) for a in arguments]
+        self.needs_arguments = needs_arguments
+        self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
+        self._argument_sums = [torch.zeros_like(a) for a in self.arguments]
+        self._rows: reference.Rows | None = None
+
+    def stats(
+        self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
+    ) -> RowStats:
+        rows = self._rows = reference.rows(logits_RV, self.form, self.arguments)
+        relative = rows.relative
+        return RowStats(
+            rows.offset.squeeze(-1),
+            rows.normalizer.squeeze(-1),
+            None if index_R is None else relative.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
+            None if dense is None else (relative * dense).sum(-1),
+            relative.argmax(-1) if argmax else None,
+            reference.entropy(rows.log_probs) if entropy else None,
+        )
+
+    def gradient(
+        self,
+        logits_RV: Tensor,
+        stats: RowStats,
+        coefficients: RowCoefficients,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        out_RV: Tensor,
+    ) -> None:
+        assert self._rows is not None, "stats comes before gradient"
+        by_phi_RV = self._rows.log_probs.exp_().mul_(coefficients.normalizer.unsqueeze(-1))
+        if dense is not None and coefficients.dense is not None:
+            by_phi_RV.add_(coefficients.dense.unsqueeze(-1) * dense)
+        if index_R is not None and coefficients.target is not None:
+            by_phi_RV.scatter_add_(-1, index_R.unsqueeze(-1), coefficients.target.unsqueeze(-1))
+        if coefficients.unused is not None:
+            by_phi_RV.masked_fill_(coefficients.unused.unsqueeze(-1), 0.0)
+        self.backpropagate(logits_RV, by_phi_RV, out_RV)
+
+    def backpropagate(self, logits_RV: Tensor, by_phi_RV: Tensor, out_RV: Tensor) -> None:
+        """From dL/dphi of every element to dL/dz and the arguments; a mask has slope 1 and no parameters."""
+        z = logits_RV.to(self.dtype)
+        masked = z == reference.MASK
+        anchor = z.amax(-1, keepdim=True)
+        anchor = torch.where(anchor == reference.MASK, torch.zeros_like(anchor), anchor)
+        z = torch.where(masked, anchor, z)
+        slope = self.form.slope(z, *self.arguments)
+        unused = by_phi_RV == 0
+        if self.needs_arguments:
+            by_phi_of_kept = by_phi_RV.masked_fill(masked, 0.0)
+            row_sums = by_phi_of_kept.sum(-1, keepdim=True)
+            relative, offset = self.form.argument_slopes(z, anchor, *self.arguments)
+            for total, by_relative, by_offset in zip(self._argument_sums, relative, offset, strict=True):
+                product = (by_phi_of_kept * by_relative).masked_fill_(unused, 0.0)
+                if total.ndim == 0:
+                    total += product.sum() + torch.where(row_sums == 0, row_sums, row_sums * by_offset).sum()
+                else:
+                    # An argument per class is a shift, or the user's: the offset does not move with it.
+                    total += product.sum(0)
+        # What the loss does not depend on has gradient 0, even where the logit is NaN or its slope infinite.
+        slope = torch.where(masked, torch.ones_like(slope), slope).masked_fill_(unused, 0.0)
+        torch.mul(by_phi_RV, slope, out=by_phi_RV)
+        out_RV.copy_(by_phi_RV)
+
+    def argument_gradients(self) -> list[Tensor]:
+        return self._argument_sums

@@ -1,0 +1,119 @@
+"""Mixtures of output functions as a layer: MoS (softmax) and MoSS (sigsoftmax).
+
+Shapes: (..., h) input of the layer, K components, d latent features, V classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sigsoftmax import functional
+from sigsoftmax.family import OutputFunction
+from sigsoftmax.functional import Extras, Function
+from sigsoftmax.modules import FunctionModule, check_positive, output_weight, sample_from
+
+
+class MixtureOutputLayer(FunctionModule):
+    """K output functions over one output matrix, mixed by a prior that depends on the input.
+
+    prior logits = input W_pi (no bias); latent_k = tanh(input W_h + b_h), dropped out by ``latent_dropout`` (a module
+    on (..., K d)); logits_k = latent_k W^T + bias. ``floor`` adds a constant to every probability in :meth:`loss` and
+    :meth:`log_probs`; 1e-8 is the published code's. ``weight`` (V, d) ties the output matrix to another one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        latent_features: int,
+        num_classes: int,
+        components: int,
+        function: Function = "sigsoftmax",
+        prior_function: Function | None = None,
+        bias: bool = True,
+        weight: nn.Parameter | None = None,
+        latent_dropout: nn.Module | None = None,
+        floor: float = 0.0,
+    ) -> None:
+        check_positive(
+            in_features=in_features, latent_features=latent_features, num_classes=num_classes, components=components
+        )
+        super().__init__(function, num_classes)
+        self.latent_features = latent_features
+        self.num_classes = num_classes
+        self.components = components
+        if prior_function is not None:
+            prior_function = OutputFunction.parse(prior_function)
+        self.prior_function = prior_function
+        self.prior = nn.Linear(in_features, components, bias=False)
+        self.latent = nn.Linear(in_features, components * latent_features)
+        self.latent_dropout = nn.Identity() if latent_dropout is None else latent_dropout
+        self.weight = output_weight(weight, num_classes, latent_features)
+        self.bias = nn.Parameter(torch.zeros(num_classes)) if bias else None
+        self.floor = floor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.log_probs(hidden)
+
+    def latent_vectors(self, hidden: Tensor) -> Tensor:
+        """(..., K, d)"""
+        latent = self.latent_dropout(torch.tanh(self.latent(hidden)))
+        return latent.unflatten(-1, (self.components, self.latent_features))
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """(..., V), without the (..., K, V) of its components."""
+        return functional.mixture_log_probs(
+            self.latent_vectors(hidden),
+            self.prior(hidden),
+            self.weight,
+            function=self.function,
+            prior_function=self.prior_function,
+            linear_bias=self.bias,
+            floor=self.floor,
+        )
+
+    def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor | tuple[Tensor, Extras]:
+        """:func:`mixture_cross_entropy` with this layer's parameters and any of its options."""
+        return functional.mixture_cross_entropy(
+            self.latent_vectors(hidden),
+            self.prior(hidden),
+            self.weight,
+            target,
+            function=self.function,
+            prior_function=self.prior_function,
+            linear_bias=self.bias,
+            **{"floor": self.floor, **options},
+        )
+
+    @torch.no_grad()
+    def sample(
+        self, hidden: Tensor, num_samples: int | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Classes drawn from the mixture: (...), or (..., num_samples). The component is drawn first."""
+        count = 1 if num_samples is None else num_samples
+        check_positive(num_samples=count)
+        log_prior = functional.log_prior(self.prior(hidden), self.function, self.prior_function)
+        component = sample_from(log_prior, count, 1.0, generator)
+        latent = self.latent_vectors(hidden)
+        index = component.unsqueeze(-1).expand(*component.shape, self.latent_features)
+        chosen = latent.gather(-2, index)
+        drawn = [
+            sample_from(
+                functional.log_probs(self._logits(chosen[..., i, :]), function=self.function), None, 1.0, generator
+            )
+            for i in range(count)
+        ]
+        return drawn[0] if num_samples is None else torch.stack(drawn, -1)
+
+    def _logits(self, latent: Tensor) -> Tensor:
+        return nn.functional.linear(latent, self.weight, self.bias)
+
+    @torch.no_grad()
+    def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
+        """The log-probabilities and indices of the k likeliest classes, each (..., k)."""
+        return self.log_probs(hidden).topk(k, dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"components={self.components}, num_classes={self.num_classes}, {super().extra_repr()}"

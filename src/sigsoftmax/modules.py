@@ -1,0 +1,232 @@
+"""Layers and nn-style shells around the functions; thin.
+
+Shapes: (..., d) hidden vectors, V classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigsoftmax import functional
+from sigsoftmax.family import Learned, OutputFunction
+from sigsoftmax.functional import Extras, Function, Reduction
+
+
+class FunctionModule(nn.Module):
+    """A module with an output function, whose learned parameters it owns.
+
+    A parameter given as :class:`Learned`, or left out where the member is made to be learned (b of shifted
+    sigsoftmax), becomes an ``nn.Parameter`` of the module; a tensor is registered as it is; a number stays fixed.
+    """
+
+    def __init__(self, function: Function, num_classes: int | None = None) -> None:
+        super().__init__()
+        member = OutputFunction.parse(function)
+        self._fixed = member
+        self.function_parameters = nn.ParameterDict()
+        self._buffer_names: list[str] = []
+        for key, spec in member.definition.parameters.items():
+            value = member.given.get(key, Learned() if spec.learned_in_layers else spec.default)
+            if isinstance(value, Learned):
+                self.function_parameters[key] = nn.Parameter(_initial(member, key, value, spec.default, num_classes))
+            elif isinstance(value, nn.Parameter):
+                self.function_parameters[key] = value
+            elif isinstance(value, Tensor):
+                self.register_buffer(f"function_{key}", value)
+                self._buffer_names.append(key)
+
+    @property
+    def function(self) -> OutputFunction:
+        """The output function with the module's parameters as they are now."""
+        held = {key: getattr(self, f"function_{key}") for key in self._buffer_names}
+        return self._fixed.with_parameters(**dict(self.function_parameters.items()), **held)
+
+    def extra_repr(self) -> str:
+        return f"function={str(self._fixed)!r}"
+
+
+def _initial(member: OutputFunction, key: str, value: Learned, default: float, num_classes: int | None) -> Tensor:
+    if value.per_class and num_classes is None:
+        raise ValueError(
+            f"parameter {key!r} of {member.name!r} cannot be learned per class here, since the number of classes is "
+            "not known; pass a tensor"
+        )
+    shape = (num_classes,) if value.per_class and num_classes is not None else ()
+    return torch.full(shape, default if value.initial is None else value.initial)
+
+
+def check_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a positive integer, got {size!r}")
+
+
+def output_weight(weight: nn.Parameter | None, num_classes: int, features: int) -> nn.Parameter:
+    """A weight (V, d) to share, or a new one with the initialisation of nn.Linear."""
+    if weight is None:
+        fresh = torch.empty(num_classes, features)
+        nn.init.uniform_(fresh, -1.0 / math.sqrt(features), 1.0 / math.sqrt(features))
+        return nn.Parameter(fresh)
+    if weight.shape != (num_classes, features):
+        raise ValueError(
+            f"a tied weight must have the shape (num_classes, features) = ({num_classes}, {features}), "
+            f"got {tuple(weight.shape)}"
+        )
+    return weight
+
+
+class OutputLayer(FunctionModule):
+    """The last layer of a classifier or language model: a linear map and an output function.
+
+    ``weight`` ties the matrix to another one, say an embedding's. Training goes through :meth:`loss`, which never
+    holds the N x V logits.
+
+    >>> layer = OutputLayer(16, 1000, function="sigsoftmax")
+    >>> hidden, target = torch.randn(8, 16), torch.randint(1000, (8,))
+    >>> layer.loss(hidden, target).backward()
+    >>> layer.sample(hidden).shape
+    torch.Size([8])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        function: Function = "sigsoftmax",
+        bias: bool = True,
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        check_positive(in_features=in_features, num_classes=num_classes)
+        super().__init__(function, num_classes)
+        self.in_features = in_features
+        self.num_classes = num_classes
+        self.weight = output_weight(weight, num_classes, in_features)
+        self.bias = nn.Parameter(torch.zeros(num_classes)) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.log_probs(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """z, before the output function: (..., V)."""
+        return F.linear(hidden, self.weight, self.bias)
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """(..., V)"""
+        return functional.log_probs(self.logits(hidden), function=self.function)
+
+    def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor | tuple[Tensor, Extras]:
+        """:func:`linear_cross_entropy` with this layer's parameters and any of its options."""
+        return functional.linear_cross_entropy(
+            hidden, self.weight, target, function=self.function, linear_bias=self.bias, **options
+        )
+
+    @torch.no_grad()
+    def sample(
+        self,
+        hidden: Tensor,
+        num_samples: int | None = None,
+        *,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Classes drawn from the distribution: (...), or (..., num_samples) if that is given.
+
+        The temperature divides log g, as every sampler does with the logits of a softmax model.
+        """
+        return sample_from(self.log_probs(hidden), num_samples, temperature, generator)
+
+    @torch.no_grad()
+    def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
+        """The log-probabilities and indices of the k likeliest classes, each (..., k)."""
+        return self.log_probs(hidden).topk(k, dim=-1)
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"{self.in_features}, {self.num_classes}, {super().extra_repr()}, bias={bias}"
+
+
+def sample_from(
+    log_probs: Tensor, num_samples: int | None, temperature: float, generator: torch.Generator | None
+) -> Tensor:
+    """Draw along the last dimension."""
+    if not temperature > 0:
+        raise ValueError(f"temperature must be greater than 0, got {temperature}; for the likeliest class use topk")
+    if num_samples is not None:
+        check_positive(num_samples=num_samples)
+    flat = torch.softmax(log_probs.flatten(0, -2).float() / temperature, -1)
+    drawn = torch.multinomial(flat, num_samples or 1, replacement=True, generator=generator)
+    return drawn.view(*log_probs.shape[:-1]) if num_samples is None else drawn.view(*log_probs.shape[:-1], num_samples)
+
+
+class LogProbs(FunctionModule):
+    """:func:`log_probs` as a module."""
+
+    def __init__(self, function: Function, dim: int = -1) -> None:
+        super().__init__(function)
+        self.dim = dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.log_probs(input, function=self.function, dim=self.dim)
+
+
+class Probs(LogProbs):
+    """:func:`probs` as a module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).exp()
+
+
+class Sigsoftmax(Probs):
+    """:func:`sigsoftmax` as a module, the counterpart of ``nn.Softmax``."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__("sigsoftmax", dim)
+
+
+class LogSigsoftmax(LogProbs):
+    """:func:`log_sigsoftmax` as a module, the counterpart of ``nn.LogSoftmax``."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__("sigsoftmax", dim)
+
+
+class CrossEntropyLoss(FunctionModule):
+    """:func:`cross_entropy` as a module; with ``function="softmax"`` it is ``nn.CrossEntropyLoss``."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        function: Function,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        dim: int | None = None,
+        extras: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(function)
+        self.register_buffer("weight", weight)
+        self.options: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "dim": dim,
+            "extras": extras,
+        }
+
+    def forward(
+        self, input: Tensor, target: Tensor, token_weights: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Extras]:
+        return functional.cross_entropy(
+            input, target, self.weight, function=self.function, token_weights=token_weights, **self.options
+        )
