@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from sigsoftmax import functional
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.functional import Extras, Function
-from sigsoftmax.modules import FunctionModule, check_positive, output_weight, sample_from
+from sigsoftmax.modules import (
+    FunctionModule,
+    check_positive,
+    log_probs_to_draw,
+    output_bias,
+    output_weight,
+    sample_from,
+)
 
 
 class MixtureOutputLayer(FunctionModule):
@@ -44,14 +51,12 @@ class MixtureOutputLayer(FunctionModule):
         self.latent_features = latent_features
         self.num_classes = num_classes
         self.components = components
-        if prior_function is not None:
-            prior_function = OutputFunction.parse(prior_function)
-        self.prior_function = prior_function
+        self.prior_function = None if prior_function is None else _with_plain_numbers(prior_function)
         self.prior = nn.Linear(in_features, components, bias=False)
         self.latent = nn.Linear(in_features, components * latent_features)
         self.latent_dropout = nn.Identity() if latent_dropout is None else latent_dropout
         self.weight = output_weight(weight, num_classes, latent_features)
-        self.bias = nn.Parameter(torch.zeros(num_classes)) if bias else None
+        self.bias = output_bias(self.weight) if bias else None
         self.floor = floor
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -100,9 +105,7 @@ class MixtureOutputLayer(FunctionModule):
         index = component.unsqueeze(-1).expand(*component.shape, self.latent_features)
         chosen = latent.gather(-2, index)
         drawn = [
-            sample_from(
-                functional.log_probs(self._logits(chosen[..., i, :]), function=self.function), None, 1.0, generator
-            )
+            sample_from(log_probs_to_draw(self._logits(chosen[..., i, :]), self.function), None, 1.0, generator)
             for i in range(count)
         ]
         return drawn[0] if num_samples is None else torch.stack(drawn, -1)
@@ -117,3 +120,15 @@ class MixtureOutputLayer(FunctionModule):
 
     def extra_repr(self) -> str:
         return f"components={self.components}, num_classes={self.num_classes}, {super().extra_repr()}"
+
+
+def _with_plain_numbers(prior_function: Function) -> str:
+    """The text of the prior's member: the layer has no place for tensors of the prior's own."""
+    prior = OutputFunction.parse(prior_function)
+    for key, value in prior.given.items():
+        if not isinstance(value, float):
+            raise ValueError(
+                f"parameter {key!r} of the prior's {prior.name!r} must be a plain number, got {type(value).__name__}; "
+                "the layer learns parameters of its function, not of prior_function"
+            )
+    return str(prior)

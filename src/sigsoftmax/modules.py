@@ -28,7 +28,9 @@ class FunctionModule(nn.Module):
     def __init__(self, function: Function, num_classes: int | None = None) -> None:
         super().__init__()
         member = OutputFunction.parse(function)
-        self._fixed = member
+        # The name and the numbers, not the member: modules are pickled, and definitions are made of plain functions.
+        self._function_name, self._function_text = member.name, str(member)
+        self._function_numbers: dict[str, float] = {}
         self.function_parameters = nn.ParameterDict()
         self._buffer_names: list[str] = []
         for key, spec in member.definition.parameters.items():
@@ -40,15 +42,18 @@ class FunctionModule(nn.Module):
             elif isinstance(value, Tensor):
                 self.register_buffer(f"function_{key}", value)
                 self._buffer_names.append(key)
+            elif key in member.given:
+                self._function_numbers[key] = value
 
     @property
     def function(self) -> OutputFunction:
         """The output function with the module's parameters as they are now."""
         held = {key: getattr(self, f"function_{key}") for key in self._buffer_names}
-        return self._fixed.with_parameters(**dict(self.function_parameters.items()), **held)
+        learned = dict(self.function_parameters.items())
+        return OutputFunction(self._function_name, **self._function_numbers, **learned, **held)
 
     def extra_repr(self) -> str:
-        return f"function={str(self._fixed)!r}"
+        return f"function={self._function_text!r}"
 
 
 def _initial(member: OutputFunction, key: str, value: Learned, default: float, num_classes: int | None) -> Tensor:
@@ -58,7 +63,7 @@ def _initial(member: OutputFunction, key: str, value: Learned, default: float, n
             "not known; pass a tensor"
         )
     shape = (num_classes,) if value.per_class and num_classes is not None else ()
-    return torch.full(shape, default if value.initial is None else value.initial)
+    return torch.full(shape, float(default if value.initial is None else value.initial))
 
 
 def check_positive(**sizes: int) -> None:
@@ -73,12 +78,22 @@ def output_weight(weight: nn.Parameter | None, num_classes: int, features: int) 
         fresh = torch.empty(num_classes, features)
         nn.init.uniform_(fresh, -1.0 / math.sqrt(features), 1.0 / math.sqrt(features))
         return nn.Parameter(fresh)
+    if not isinstance(weight, nn.Parameter):
+        raise ValueError(
+            f"a tied weight must be the nn.Parameter of another module, got {type(weight).__name__}; "
+            "a plain tensor would neither move nor be saved with the layer"
+        )
     if weight.shape != (num_classes, features):
         raise ValueError(
             f"a tied weight must have the shape (num_classes, features) = ({num_classes}, {features}), "
             f"got {tuple(weight.shape)}"
         )
     return weight
+
+
+def output_bias(weight: nn.Parameter) -> nn.Parameter:
+    """Zeros (V,), where the weight is and in its dtype: a tied weight may have been moved already."""
+    return nn.Parameter(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device))
 
 
 class OutputLayer(FunctionModule):
@@ -107,7 +122,7 @@ class OutputLayer(FunctionModule):
         self.in_features = in_features
         self.num_classes = num_classes
         self.weight = output_weight(weight, num_classes, in_features)
-        self.bias = nn.Parameter(torch.zeros(num_classes)) if bias else None
+        self.bias = output_bias(self.weight) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.log_probs(hidden)
@@ -139,7 +154,7 @@ class OutputLayer(FunctionModule):
 
         The temperature divides log g, as every sampler does with the logits of a softmax model.
         """
-        return sample_from(self.log_probs(hidden), num_samples, temperature, generator)
+        return sample_from(log_probs_to_draw(self.logits(hidden), self.function), num_samples, temperature, generator)
 
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
@@ -151,17 +166,27 @@ class OutputLayer(FunctionModule):
         return f"{self.in_features}, {self.num_classes}, {super().extra_repr()}, bias={bias}"
 
 
+def log_probs_to_draw(logits: Tensor, function: OutputFunction) -> Tensor:
+    """At least float32: log-probabilities that are rounded to half precision skew what is drawn."""
+    return functional.log_probs(logits.to(torch.promote_types(logits.dtype, torch.float32)), function=function)
+
+
 def sample_from(
     log_probs: Tensor, num_samples: int | None, temperature: float, generator: torch.Generator | None
 ) -> Tensor:
     """Draw along the last dimension."""
-    if not temperature > 0:
-        raise ValueError(f"temperature must be greater than 0, got {temperature}; for the likeliest class use topk")
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(
+            f"temperature must be a finite number greater than 0, got {temperature}; for the likeliest class use topk"
+        )
     if num_samples is not None:
         check_positive(num_samples=num_samples)
-    flat = torch.softmax(log_probs.flatten(0, -2).float() / temperature, -1)
-    drawn = torch.multinomial(flat, num_samples or 1, replacement=True, generator=generator)
-    return drawn.view(*log_probs.shape[:-1]) if num_samples is None else drawn.view(*log_probs.shape[:-1], num_samples)
+    rows = log_probs.reshape(-1, log_probs.shape[-1]).float()
+    # Relative to the largest before the division: a low temperature would make all of them -inf.
+    probabilities = torch.softmax((rows - rows.amax(-1, keepdim=True)) / temperature, -1)
+    drawn = torch.multinomial(probabilities, num_samples or 1, replacement=True, generator=generator)
+    leading = log_probs.shape[:-1]
+    return drawn.view(leading if num_samples is None else (*leading, num_samples))
 
 
 class LogProbs(FunctionModule):
@@ -173,6 +198,9 @@ class LogProbs(FunctionModule):
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.log_probs(input, function=self.function, dim=self.dim)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dim={self.dim}"
 
 
 class Probs(LogProbs):

@@ -33,7 +33,15 @@ from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.analysis.starts import Solution, contains, disturbed, embedded, random_start, spectral_start
 from sigsoftmax.synthetic import Language, Weighting
 
-__all__ = ["CapacityConfig", "CapacityResult", "StartResult", "capacity_curves", "fit", "softmax_width_of_equal_kl"]
+__all__ = [
+    "CapacityConfig",
+    "CapacityResult",
+    "Fitted",
+    "StartResult",
+    "capacity_curves",
+    "fit",
+    "softmax_width_of_equal_kl",
+]
 
 SOFTMAX = Head.parse("softmax")
 
@@ -88,6 +96,16 @@ class CapacityResult:
         return math.exp(self.kl)
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """Parameters of a fitted head, for others to start from."""
+
+    best: Solution
+    """may be a contained solution, carried over exactly"""
+    own: Solution
+    """the best fit of the head itself: from a limit such as softmax as sigsoftmax, nothing leads away"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
     """Which heads at which widths, and how much work each fit may take."""
@@ -137,12 +155,12 @@ def capacity_curves(
 ) -> list[CapacityResult]:
     """Fit every head at every width; sorted by head, as given, and width."""
     tasks = _tasks(config)
-    solutions: dict[_Task, Solution] = {}
+    solutions: dict[_Task, Fitted] = {}
     results: dict[_Task, CapacityResult] = {}
     stop = threading.Event()
     weights_N = language.weights_N(weights)
 
-    def work(task: _Task) -> tuple[CapacityResult, Solution]:
+    def work(task: _Task) -> tuple[CapacityResult, Fitted]:
         head, width = task
         random_starts, budget = config.effort(width)
         return fit(
@@ -162,7 +180,7 @@ def capacity_curves(
         _one_thread_each(),
         ThreadPoolExecutor(config.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
     ):
-        running: dict[Future[tuple[CapacityResult, Solution]], _Task] = {}
+        running: dict[Future[tuple[CapacityResult, Fitted]], _Task] = {}
         try:
             while len(results) < len(tasks):
                 started = set(running.values()) | results.keys()
@@ -190,13 +208,13 @@ def fit(
     width: int,
     *,
     weights_N: Tensor | None = None,
-    warm: Sequence[Solution] = (),
+    warm: Sequence[Fitted] = (),
     random_starts: int = 1,
     budget: Budget | None = None,
     seed: int = 0,
     language: str = "given distributions",
     stop: threading.Event | None = None,
-) -> tuple[CapacityResult, Solution]:
+) -> tuple[CapacityResult, Fitted]:
     """Fit one head at one width. ``warm`` are solutions of the same head at smaller widths, or of contained heads."""
     began = time.perf_counter()
     budget = budget or Budget()
@@ -247,7 +265,7 @@ def fit(
         seed=seed,
         seconds=time.perf_counter() - began,
     )
-    return result, best
+    return result, Fitted(best, fitted)
 
 
 def softmax_width_of_equal_kl(kl: float, curve: Mapping[int, float], *, floor: float = 1e-6) -> float:
@@ -277,26 +295,45 @@ def _generator(seed: int, problem: Problem, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(key.encode()))
 
 
-def _warm_name(problem: Problem, solution: Solution) -> str:
-    return f"width {solution.problem.width}" if solution.problem.head == problem.head else str(solution.problem.head)
+def _warm_name(problem: Problem, source: Solution) -> str:
+    return f"width {source.problem.width}" if source.problem.head == problem.head else str(source.problem.head)
 
 
-def _exact_points(problem: Problem, warm: Sequence[Solution]) -> Iterator[tuple[str, Tensor]]:
-    for solution in warm:
-        yield f"{_warm_name(problem, solution)}, exactly", embedded(solution, problem)
+def _exact_points(problem: Problem, warm: Sequence[Fitted]) -> Iterator[tuple[str, Tensor]]:
+    for source in warm:
+        yield f"{_warm_name(problem, source.best)}, exactly", embedded(source.best, problem)
 
 
 def _start_points(
-    problem: Problem, log_p_NM: Tensor, warm: Sequence[Solution], random_starts: int, seed: int
+    problem: Problem, log_p_NM: Tensor, warm: Sequence[Fitted], random_starts: int, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    for solution in warm:
-        name = f"from {_warm_name(problem, solution)}"
-        yield name, disturbed(solution, problem, _generator(seed, problem, name))
+    for source in _worth_leaving(problem.head, [fitted.own for fitted in warm]):
+        name = f"from {_warm_name(problem, source)}"
+        yield name, disturbed(source, problem, _generator(seed, problem, name))
     if problem.linear_slope is not None and problem.head.components == 1:
         yield "spectral", spectral_start(problem, log_p_NM)
     for number in range(max(random_starts, 0 if warm or problem.head.is_softmax else 1)):
         name = f"random {number}"
         yield name, random_start(problem, _generator(seed, problem, name))
+
+
+def _worth_leaving(head: Head, sources: Sequence[Solution]) -> list[Solution]:
+    """Sources that are not contained in another source.
+
+    A mixture does not start from its narrower self if it has another source: the components have settled, and such
+    fits end far above those that start from copies of one component.
+    """
+    others = [source for source in sources if source.problem.head != head]
+    direct = [
+        source
+        for source in others
+        if not any(
+            contains(other.problem.head, source.problem.head) and not contains(source.problem.head, other.problem.head)
+            for other in others
+        )
+    ]
+    narrower = [source for source in sources if source.problem.head == head]
+    return direct + (narrower if head.components == 1 or not direct else [])
 
 
 # --- order of the fits ----------------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ class Budget:
 
     iterations: int = 300
     """at most so many steps"""
-    tolerance: float = 1e-5
+    tolerance: float = 1e-3
     """ends when the loss has fallen by less than this fraction of itself over ``patience`` steps"""
-    patience: int = 10
+    patience: int = 40
     floor: float = 1e-8
     """ends when the loss is below: nothing is left to gain"""
 

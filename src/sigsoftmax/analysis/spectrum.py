@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ EPS64 = torch.finfo(torch.float64).eps
 class Spectrum:
     """The singular values of an M x T matrix, computed in float64, and the ranks that follow."""
 
+    KIND: ClassVar[str] = "spectrum"
+    VERSION: ClassVar[int] = 1
+
+    source: str
+    """what the matrix is, in words"""
     words: int
     contexts: int
     singular_values: tuple[float, ...]
@@ -54,7 +60,7 @@ class Spectrum:
         return self.rank(self.float64_threshold)
 
 
-def spectrum(log_probs_TM: Tensor) -> Spectrum:
+def spectrum(log_probs_TM: Tensor, *, source: str = "log-probabilities") -> Spectrum:
     """The spectrum of a matrix of log-probabilities, one context a row."""
     if log_probs_TM.ndim != 2 or not log_probs_TM.is_floating_point() or not log_probs_TM.numel():
         raise ValueError(
@@ -70,4 +76,4 @@ def spectrum(log_probs_TM: Tensor) -> Spectrum:
         )
     contexts, words = log_probs_TM.shape
     values = torch.linalg.svdvals(log_probs_TM.detach().to(torch.float64))
-    return Spectrum(words=words, contexts=contexts, singular_values=tuple(values.tolist()))
+    return Spectrum(source=source, words=words, contexts=contexts, singular_values=tuple(values.tolist()))

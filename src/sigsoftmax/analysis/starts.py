@@ -131,15 +131,15 @@ def disturbed(source: Solution, problem: Problem, generator: Generator) -> Tenso
     h_scale = float(old_h.std())
     if problem.head.components > old.head.components:
         assert parts.prior_NK is not None
-        old_h += noise(old_h, h_scale)
-        parts.prior_NK += noise(parts.prior_NK, 0.1)
+        old_h.add_(noise(old_h, h_scale))
+        parts.prior_NK.add_(noise(parts.prior_NK, 0.1))
     if new_h.numel():
         # Measured in logits: where the old ones are huge, a part of their size would undo the solution.
-        new_h += noise(new_h, h_scale)
-        new_output += noise(new_output, NEW_LOGITS / (h_scale * math.sqrt(new_h.shape[1])))
+        new_h.add_(noise(new_h, h_scale))
+        new_output.add_(noise(new_output, NEW_LOGITS / (h_scale * math.sqrt(new_h.shape[1]))))
     if not source.problem.learned:
         for value in parts.learned.values():
-            value += noise(value, 1.0 if value.ndim else 0.0)
+            value.add_(noise(value, 1.0 if value.ndim else 0.0))
     return x
 
 

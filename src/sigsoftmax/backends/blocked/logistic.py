@@ -249,10 +249,14 @@ class LogisticRows(_FastRows):
             self._gap = self._buffer("gap", z).copy_(relative).clamp_(min=torch.finfo(self.dtype).min)
             self._log_sigmoid = torch.clamp(x, max=0.0, out=self._buffer("log_sigmoid", z)).add_(tail)
             self._anchor = anchor
-        work = self._buffer("f", z)
-        left = torch.mul(x, self.alpha + self.beta, out=work).sub_(self.alpha * (anchor - self.c))
-        relative = torch.where(x < 0, left, relative.mul_(self.alpha), out=relative)
-        relative.add_(tail.mul_(self.beta))
+        # Of the two lines the upper one is phi where the slope grows to the right, the lower one where it falls.
+        left = torch.mul(x, self.alpha + self.beta, out=self._buffer("f", z))
+        if self.c.ndim == 0:
+            left.sub_(self.alpha * (anchor - self.c))
+        else:
+            left.add_(self.alpha * self.c).sub_(self.alpha * anchor)
+        choose = torch.maximum if bool(self.beta < 0) else torch.minimum
+        choose(left, relative.mul_(self.alpha), out=relative).add_(tail.mul_(self.beta))
         top = relative.amax(-1, keepdim=True)
         f = self._f = torch.softmax(relative, -1, out=self._buffer("f", z))
         normalizer = top - f.amax(-1, keepdim=True).log_()
@@ -287,7 +291,7 @@ class LogisticRows(_FastRows):
     def _add_argument_gradients(self, by_phi: Tensor, complement: Tensor) -> None:
         """The offset of these rows is alpha times the anchor, so alpha has a part in it."""
         by_alpha, by_beta, by_c = self.slower.argument_gradients()
-        by_alpha += 2.0 * _inner(by_phi, self._gap) + (by_phi.sum(-1, keepdim=True) * self._anchor).sum()
+        by_alpha += _inner(by_phi, self._gap) + (by_phi.sum(-1, keepdim=True) * self._anchor).sum()
         by_beta += _inner(by_phi, self._log_sigmoid)
         if by_c.ndim == 0:
             by_c -= self.beta * _inner(by_phi, complement)

@@ -1,0 +1,7 @@
+"""``python -m sigsoftmax``."""
+
+import sys
+
+from sigsoftmax.cli import main
+
+sys.exit(main())

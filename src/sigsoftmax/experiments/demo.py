@@ -1,0 +1,227 @@
+"""The bottleneck in three minutes: what each output head can express at a width, on a language of known truth.
+
+A table at one width, two pictures, records, and a few sentences that are derived from the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sigsoftmax.analysis.capacity import CapacityConfig, CapacityResult, capacity_curves, softmax_width_of_equal_kl
+from sigsoftmax.analysis.lbfgs import Budget
+from sigsoftmax.analysis.spectrum import Spectrum, spectrum
+from sigsoftmax.experiments.pictures import draw_bottleneck
+from sigsoftmax.records import Record, append
+from sigsoftmax.synthetic import Language
+
+__all__ = ["DemoConfig", "run"]
+
+Say = Callable[[str], None]
+
+HEADS = ("softmax", "sigsoftmax", "shifted_sigsoftmax(b=per_class)", "gss(k=0.2)", "gss(k=0)", "mos(K=4)", "moss(K=4)")
+FLOOR = 1e-4
+"""nats below which a fit ends: far below what the picture shows"""
+EQUAL = 0.01
+"""KLs that differ by less than this fraction are called equal: two starts of one fit may differ as much"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Nothing but the seed changes the language: it is not chosen for the picture."""
+
+    seed: int = 0
+    out: Path = Path("runs/demo")
+    """folder for pictures and records"""
+    quick: bool = False
+    """a smaller language, for a first look in some seconds"""
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"the output folder {self.out} is a file; choose another with --out")
+
+    @property
+    def width(self) -> int:
+        """the width of the table"""
+        return 4 if self.quick else 8
+
+    def language(self) -> Language:
+        if self.quick:
+            return Language.of_rank(contexts=80, words=50, rank=25, scale=2.0, seed=self.seed)
+        return Language.of_rank(contexts=400, words=200, rank=100, scale=2.0, seed=self.seed)
+
+    def capacity(self) -> CapacityConfig:
+        widths, softmax_widths = (2, 4, 8, 16, 32, 64, 100, 128), (6, 12, 24, 48, 80, 96)
+        if self.quick:
+            widths, softmax_widths = (1, 2, 4, 8, 16, 25, 32), (6, 12, 20)
+        return CapacityConfig(
+            heads=HEADS,
+            widths=widths,
+            softmax_widths=softmax_widths,
+            random_starts=0,
+            budget=Budget(iterations=400, floor=FLOOR),
+            thorough_widths=(self.width,),
+            thorough_random_starts=1,
+            thorough_budget=Budget(iterations=700, floor=FLOOR),
+            workers=2,
+            seed=self.seed,
+        )
+
+
+def run(config: DemoConfig, say: Say, progress: Say = lambda _: None) -> list[CapacityResult]:
+    """Fit, print, draw and record. ``say`` prints a paragraph, ``progress`` replaces a line that may be lost."""
+    began = time.perf_counter()
+    language = config.language()
+    truth = spectrum(language.log_p_NM, source=f"log P of the language ({language.description})")
+    say(
+        f"A language of known truth: {language.num_contexts} contexts, {language.num_words} words, "
+        f"log P of rank {language.log_rank} (seed {config.seed}).\n"
+        "Each head is fitted with a free h for every context, free W and class bias, in float64, from several starts."
+    )
+    results = capacity_curves(
+        language,
+        config.capacity(),
+        progress=lambda result, done, total: progress(f"fitted {done} of {total}: {result.head}, d = {result.width}"),
+    )
+    progress("")
+    say(table(results, config.width))
+    say("\n".join(findings(results, config.width, language.log_rank)))
+
+    records = config.out / "bottleneck.jsonl"
+    # The records of an earlier demo in the same folder would double every point.
+    records.unlink(missing_ok=True)
+    append(records, [Record.of(payload) for payload in (truth, *results)])
+    try:
+        drawn = draw_bottleneck(results, truth, config.width, config.out)
+    except ImportError:
+        say("No pictures, since matplotlib is not installed: pip install 'sigsoftmax[plot]' brings it.")
+        drawn = []
+    written = "".join(f"\n  {path}" for path in (*drawn, records))
+    say(f"Done in {time.perf_counter() - began:.0f} s. Written:{written}")
+    return results
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def table(results: Sequence[CapacityResult], width: int) -> str:
+    """The heads at one width, in plain text."""
+    header = ("head", "numbers per", "output", "rank", "rank", "KL", "spread over", "excess", "softmax of", "time")
+    second = ("", "context", "parameters", "bound", "measured", "(nats)", "starts", "perplexity", "equal KL", "(s)")
+    rows = [header, second]
+    curve = softmax_curve(results)
+    for result in at_width(results, width):
+        rows.append(
+            (
+                result.head,
+                str(result.numbers_per_context),
+                f"{result.output_parameters:,}",
+                str(result.rank_bound),
+                str(result.rank),
+                f"{result.kl:.4f}",
+                f"{result.spread:.4f}",
+                f"x {result.excess_perplexity:.3f}",
+                _width_text(softmax_width_of_equal_kl(result.kl, curve, floor=FLOOR), curve),
+                f"{result.seconds:.1f}",
+            )
+        )
+    sizes = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(size) if column == 0 else cell.rjust(size) for column, (cell, size) in enumerate(cells))
+        for cells in (list(zip(row, sizes, strict=True)) for row in rows)
+    ]
+    rule = "-" * len(lines[0])
+    threshold = (
+        "Rank measured: singular values of log Q above 0.5 sqrt(M + N + 1) sigma_max eps32, of the best own fit."
+    )
+    return "\n".join([f"Width d = {width}", rule, *lines[:2], rule, *lines[2:], rule, threshold])
+
+
+def _width_text(width: float, curve: dict[int, float]) -> str:
+    if width == 0.0:
+        return f"d < {min(curve)}"
+    return f"d > {max(curve)}" if math.isinf(width) else f"d = {width:.1f}"
+
+
+def at_width(results: Sequence[CapacityResult], width: int) -> list[CapacityResult]:
+    """The results at one width, worst first, softmax before its equals."""
+    chosen = [result for result in results if result.width == width]
+    return sorted(chosen, key=lambda result: (-result.kl, chosen.index(result)))
+
+
+def softmax_curve(results: Sequence[CapacityResult]) -> dict[int, float]:
+    return {result.width: result.kl for result in results if result.head == "softmax"}
+
+
+# --- the words ------------------------------------------------------------------------------------------------------
+
+
+def findings(results: Sequence[CapacityResult], width: int, log_rank: int) -> list[str]:
+    """What the numbers say, sentence by sentence; nothing here is known beforehand."""
+    here = {result.head: result for result in results if result.width == width}
+    softmax = here["softmax"]
+    curve = softmax_curve(results)
+    lines = [_necessary(curve, log_rank)]
+    if "sigsoftmax" in here:
+        lines.append(_sigsoftmax(softmax, here["sigsoftmax"]))
+    lines.append(_others(softmax, [r for r in here.values() if r.head not in ("softmax", "sigsoftmax")], curve))
+    lines.append(_sufficient(list(here.values())))
+    return lines
+
+
+def _necessary(curve: dict[int, float], log_rank: int) -> str:
+    reached = [width for width, kl in curve.items() if kl <= FLOOR]
+    missed = [width for width in curve if width not in reached]
+    if not reached:
+        return f"- softmax reaches the truth at none of these widths; log P has rank {log_rank}."
+    sentence = f"- softmax reaches the truth (KL <= {FLOOR:g}) at width {min(reached)}"
+    if missed and max(missed) < min(reached):
+        sentence += f" and not at {max(missed)}: its log-outputs have rank at most d + 2, and log P has rank {log_rank}"
+    return sentence + "."
+
+
+def _sigsoftmax(softmax: CapacityResult, sigsoftmax: CapacityResult) -> str:
+    gain = 1.0 - sigsoftmax.kl / softmax.kl
+    ranks = f"numerical rank {sigsoftmax.rank} where softmax has {softmax.rank}"
+    if abs(gain) < EQUAL:
+        own = sigsoftmax.fitted_kl
+        return (
+            f"- sigsoftmax has {ranks}, and the same KL within {max(abs(gain), abs(own / softmax.kl - 1.0)):.2%} "
+            f"({own:.4f} against {softmax.kl:.4f}): the rank came without nats."
+        )
+    return f"- sigsoftmax has {ranks}, and {_change(gain)} KL."
+
+
+def _others(softmax: CapacityResult, others: Sequence[CapacityResult], curve: dict[int, float]) -> str:
+    parts = []
+    for result in sorted(others, key=lambda r: -r.kl):
+        gain = 1.0 - result.kl / softmax.kl
+        worth = _width_text(softmax_width_of_equal_kl(result.kl, curve, floor=FLOOR), curve)
+        parts.append(f"{result.head} {_change(gain)} (worth softmax of {worth})")
+    return f"- Less KL than softmax at width {softmax.width}: " + "; ".join(parts) + "."
+
+
+def _change(gain: float) -> str:
+    return f"{abs(gain):.1%} {'less' if gain >= 0 else 'more'}"
+
+
+def _sufficient(here: Sequence[CapacityResult]) -> str:
+    high = [
+        result
+        for result in here
+        if result.rank >= 0.9 * result.rank_bound and result.rank_bound == max(r.rank_bound for r in here)
+    ]
+    if len(high) < 2:
+        return "- Too few heads reach full rank to compare them."
+    low_kl, high_kl = min(result.kl for result in high), max(result.kl for result in high)
+    sentence = (
+        f"- Among the {len(high)} heads of (almost) full measured rank KL runs from {low_kl:.4f} to {high_kl:.4f}"
+    )
+    if high_kl > (1.0 + 10.0 * EQUAL) * low_kl:
+        return sentence + ": rank is necessary, not sufficient. Rank is not nats."
+    return sentence + "."
