@@ -119,6 +119,12 @@ def _exact_gss(z: mpmath.mpf, k: mpmath.mpf, c: mpmath.mpf) -> mpmath.mpf:
     return k * (z - c) + c - (k - 1) * ((z - c) - _exact_log_sigmoid(z - c))
 
 
+def _softcap(z: Tensor, c: Tensor) -> Tensor:
+    # c tanh(z / c) by sigmoids of what is negative, because autograd's 1 - tanh^2 is 0 from z / c = 19 on.
+    x = 2.0 * z / c
+    return c * torch.where(x < 0, 2.0 * torch.sigmoid(x) - 1.0, 1.0 - 2.0 * torch.sigmoid(-x))
+
+
 def _shifted(z: Tensor, b: Tensor) -> Tensor:
     return z + plain_log_sigmoid(z + b)
 
@@ -144,9 +150,7 @@ MEMBERS: tuple[Member, ...] = (
         {"alpha": 1.5},
         learnable=("alpha",),
     ),
-    Member(
-        "sigsoftmax", "sigsoftmax", lambda z: z + plain_log_sigmoid(z), lambda z: z + _exact_log_sigmoid(z)
-    ),
+    Member("sigsoftmax", "sigsoftmax", lambda z: z + plain_log_sigmoid(z), lambda z: z + _exact_log_sigmoid(z)),
     Member("shifted(b=1.3)", "shifted_sigsoftmax", _shifted, _exact_shifted, {"b": 1.3}, learnable=("b",)),
     Member(
         "shifted(b per class)",
@@ -180,7 +184,7 @@ MEMBERS: tuple[Member, ...] = (
     Member(
         "softcap(c=5)",
         "softcap",
-        lambda z, c: c * torch.tanh(z / c),
+        _softcap,
         lambda z, c: c * mpmath.tanh(z / c),
         {"c": 5.0},
     ),
@@ -330,7 +334,9 @@ def gradients(output: Tensor, inputs: Sequence[Tensor], by: Tensor | None = None
     if by is None:
         by = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64).view(output.shape)
         by = torch.ones_like(output) if output.ndim == 0 else by.to(output)
-    return list(torch.autograd.grad(output, list(inputs), by, **options))
+    results = list(torch.autograd.grad(output, list(inputs), by, **options))
+    assert not any(result.requires_grad for result in results), "a gradient without create_graph is a plain tensor"
+    return results
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str = "", *, tolerance: float = 1e-10) -> None:

@@ -17,17 +17,18 @@ __all__ = ["main"]
 class _Parser(argparse.ArgumentParser):
     """One line for an error, with the nearest verb or option when something is misspelt."""
 
-    known: tuple[str, ...] = ()
+    given: Sequence[str] = ()
+    """the words of the command line"""
+    known: Sequence[str] = ()
+    """all verbs and options"""
 
     def error(self, message: str) -> NoReturn:
-        for word in sys.argv[1:] if self.given is None else self.given:
-            near = difflib.get_close_matches(word.partition("=")[0], self.known, n=1, cutoff=0.6)
-            if near and word.partition("=")[0] not in self.known:
+        for word in (word.partition("=")[0] for word in self.given):
+            near = difflib.get_close_matches(word, self.known, n=1)
+            if near and word not in self.known:
                 message += f"; did you mean {near[0]!r}?"
                 break
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-    given: Sequence[str] | None = None
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -52,14 +53,14 @@ def _progress(text: str) -> None:
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _parser(given: Sequence[str] | None) -> _Parser:
+def _parser(given: Sequence[str]) -> _Parser:
     parser = _Parser(
         prog="sigsoftmax",
         description="Output functions beyond softmax: what they can express, measured.",
         epilog="example: sigsoftmax demo --quick",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"sigsoftmax {__version__}")
+    options = [parser.add_argument("--version", action="version", version=f"sigsoftmax {__version__}")]
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
 
     demo = verbs.add_parser(
@@ -70,15 +71,17 @@ def _parser(given: Sequence[str] | None) -> _Parser:
         epilog="example: sigsoftmax demo --seed 1 --out runs/demo-1",
         allow_abbrev=False,
     )
-    demo.add_argument("--seed", type=int, default=0, help="seed of the language and of the starts (default: 0)")
-    demo.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/demo"),
-        metavar="DIR",
-        help="folder for pictures and records (default: runs/demo)",
-    )
-    demo.add_argument("--quick", action="store_true", help="a smaller language, in some seconds")
+    options += [
+        demo.add_argument("--seed", type=int, default=0, help="of the language and of the starts (default: 0)"),
+        demo.add_argument(
+            "--out",
+            type=Path,
+            default=Path("runs/demo"),
+            metavar="DIR",
+            help="folder for pictures and records (default: runs/demo)",
+        ),
+        demo.add_argument("--quick", action="store_true", help="a smaller language, in some seconds"),
+    ]
     demo.set_defaults(act=_demo)
 
     functions = verbs.add_parser(
@@ -89,15 +92,17 @@ def _parser(given: Sequence[str] | None) -> _Parser:
         allow_abbrev=False,
     )
     functions.set_defaults(act=_functions)
-    known = ("demo", "functions", "--version", "--help", "--seed", "--out", "--quick")
-    for one in (parser, demo, functions):
-        one.known, one.given = known, given
+
+    known = ["--help", *verbs.choices, *(name for option in options for name in option.option_strings)]
+    for one in (parser, *verbs.choices.values()):
+        one.given, one.known = given, known
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (0, 2 for a bad input, 130 after Ctrl-C)."""
-    arguments = _parser(argv).parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    arguments = _parser(given).parse_args(given)
     try:
         arguments.act(arguments)
     except ValueError as error:

@@ -61,7 +61,8 @@ def _logistic_phi(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
 
 
 def _logistic_slope(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
-    return alpha + beta * torch.sigmoid(c - z)
+    # The sum of two positive parts: alpha + beta sigmoid(c - z) cancels left of c for gss with k near 0.
+    return (alpha + beta) * torch.sigmoid(c - z) + alpha * torch.sigmoid(z - c)
 
 
 def _logistic_less_offset(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
@@ -322,7 +323,9 @@ def register_function(
     """
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise ValueError(f"the name of an output function must be an identifier, got {name!r}")
-    if name in _DEFINITIONS and _DEFINITIONS[name].form.is_builtin:
+    # Names of forms are taken too: backends look forms up by them, and `logistic` is one of no member.
+    taken = _DEFINITIONS[name].form if name in _DEFINITIONS else _FORMS.get(name)
+    if taken is not None and taken.is_builtin:
         raise ValueError(f"{name!r} is a member of the family already; choose another name")
 
     def slope_by_autograd(z: Tensor, *arguments: Tensor) -> Tensor:
@@ -448,6 +451,8 @@ class OutputFunction:
             key, equals, value = (part.strip() for part in item.partition("="))
             if not equals:
                 raise ValueError(f"cannot read {item!r} in {text!r}; write parameters like 'k=0.2'")
+            if key in parameters:
+                raise ValueError(f"parameter {key!r} twice in {text!r}; give it once")
             parameters[key] = _parsed_value(text, value)
         return cls(name, **parameters)
 

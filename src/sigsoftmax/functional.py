@@ -66,7 +66,7 @@ def log_probs(logits: Tensor, *, function: Function, dim: int = -1, backend: str
     _check_classes("logits", rows.shape[-1])
     member = OutputFunction.parse(function)
     arguments = member.arguments(rows.shape[-1])
-    if dispatch.choose(backend, (logits, *arguments)) == "reference":
+    if dispatch.choose(backend, member.form, logits.dtype, (logits, *arguments)) == "reference":
         out = reference.log_probs(rows, member.form, arguments).to(logits.dtype)
     else:
         hidden = rows.reshape(-1, 1, rows.shape[-1])
@@ -101,7 +101,7 @@ def mixture_log_probs(
     arguments = member.arguments(product.num_classes)
     log_prior_NK = product.flat(log_prior(prior_logits, member, prior_function))
     tensors = (input, prior_logits, linear_weight, linear_bias, *arguments)
-    if dispatch.choose(backend, tensors) == "reference":
+    if dispatch.choose(backend, member.form, product.dtype, tensors) == "reference":
         logits_NKV = product.logits(input, linear_weight, linear_bias)
         flat = reference.mixture_log_probs(logits_NKV, log_prior_NK, member.form, arguments, floor).to(product.dtype)
     else:
@@ -201,6 +201,7 @@ def cross_entropy(
     _check_dim(input, class_dim)
     rows = input.movedim(class_dim, -1)
     _check_classes("input", rows.shape[-1])
+    _check_tensor("target", target)
     if target.is_floating_point() and target.shape == input.shape:
         target = target.movedim(class_dim, -1)
     hidden = rows.reshape(-1, 1, rows.shape[-1])
@@ -397,6 +398,8 @@ class _Loss:
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
         _check_nonnegative("z_loss", z_loss)
+        if isinstance(extras, str):
+            raise ValueError(f"extras must be a sequence of names, like ('argmax',), got {extras!r}")
         for name in self.extras:
             if name not in EXTRAS:
                 raise ValueError(f"unknown extra {name!r}; known: {', '.join(EXTRAS)}")
@@ -419,6 +422,7 @@ class _Loss:
                 raise ValueError(f"{name} is on {tensor.device}, but the input is on {device}; move it there")
 
     def _flat_target(self, target: Tensor, device: torch.device) -> Tensor:
+        _check_tensor("target", target)
         dense_shape = (*self.leading, self.num_classes)
         if target.is_floating_point():
             if target.shape != dense_shape:
@@ -446,7 +450,8 @@ class _Loss:
     ) -> Tensor | tuple[Tensor, Extras]:
         tensors = (hidden_NKd, linear_weight, linear_bias, log_prior_NK, *self.arguments)
         probabilities = self.target if self.target.is_floating_point() else None
-        backend = dispatch.choose(self.backend, tensors, needs_autograd_of=probabilities)
+        rare = next((t for t in (probabilities, self.class_weight) if _needs(t)), None)
+        backend = dispatch.choose(self.backend, self.member.form, self.product_dtype, tensors, needs_autograd_of=rare)
         weights_N, is_empty = self._token_scales(reference.compute_dtype(self.product_dtype))
         is_none = self.reduction == "none"
         if backend == "reference":
@@ -455,6 +460,7 @@ class _Loss:
             total = None if is_none else scaled(losses_N, weights_N).sum()
         else:
             needs = [_needs(t) for t in tensors[:4]] + [any(map(_needs, self.arguments))]
+            has_gradients = any(needs) and not is_none
             total, losses_N, log_normalizer_NK, argmax_N, entropy_N, *_ = ops.token_loss(
                 hidden_NKd,
                 linear_weight,
@@ -463,7 +469,7 @@ class _Loss:
                 self.arguments,
                 self.target,
                 self.class_weight,
-                weights_N,
+                weights_N if has_gradients else weights_N.detach(),
                 self.member.form.name,
                 backend,
                 self.label_smoothing,
@@ -474,9 +480,11 @@ class _Loss:
                 self.product_dtype,
                 "argmax" in self.extras,
                 "entropy" in self.extras,
-                any(needs) and not is_none,
+                has_gradients,
                 needs,
             )
+            if not is_none and not has_gradients and _needs(weights_N):
+                total = scaled(losses_N, weights_N).sum()
         if total is None or is_none:
             loss = scaled(losses_N, weights_N).to(self.dtype).view(self.leading)
         else:
@@ -504,7 +512,7 @@ class _Loss:
         if self.class_weight is not None and not self.target.is_floating_point():
             # An index out of range is reported by the backend; here it must only not break the look-up.
             index = torch.where(kept, self.target, torch.zeros_like(self.target)).clamp(0, self.num_classes - 1)
-            counted = weights * self.class_weight.detach().to(dtype)[index]
+            counted = weights * self.class_weight.to(dtype)[index]
         denominator = counted.sum()
         scales = torch.where(kept, weights / denominator, torch.zeros_like(weights))
         return scales, ~kept.any()
@@ -596,7 +604,7 @@ class _Product(NamedTuple):
 
     def flat(self, log_prior: Tensor) -> Tensor:
         """(N, K)"""
-        return log_prior.reshape(self.leading.numel(), log_prior.shape[-1])
+        return log_prior.reshape(self.leading.numel(), log_prior.shape[-1]).contiguous()
 
     def logits(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _linear(self.hidden(input), weight, bias, self.dtype)
@@ -630,9 +638,13 @@ def _chunk_bytes(chunk_bytes: int | None, device: torch.device) -> int:
     return chunk_bytes
 
 
-def _check_floating(name: str, tensor: Tensor) -> None:
+def _check_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    _check_tensor(name, tensor)
     if not tensor.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {tensor.dtype}; convert it with .float()")
 
@@ -659,6 +671,8 @@ def _check_prior(input: Tensor, prior_logits: Tensor) -> None:
         )
     if prior_logits.shape[-1] == 0:
         raise ValueError("a mixture needs at least one component, got an input with none")
+    if prior_logits.device != input.device:
+        raise ValueError(f"prior_logits is on {prior_logits.device}, but the input is on {input.device}; move it there")
 
 
 def _check_nonnegative(name: str, value: float) -> None:

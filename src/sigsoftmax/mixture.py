@@ -5,7 +5,8 @@ Shapes: (..., h) input of the layer, K components, d latent features, V classes.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class MixtureOutputLayer(FunctionModule):
         function: Function = "sigsoftmax",
         prior_function: Function | None = None,
         bias: bool = True,
-        weight: nn.Parameter | None = None,
+        weight: Tensor | None = None,
         latent_dropout: nn.Module | None = None,
         floor: float = 0.0,
     ) -> None:
@@ -79,7 +80,17 @@ class MixtureOutputLayer(FunctionModule):
             floor=self.floor,
         )
 
-    def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor | tuple[Tensor, Extras]:
+    @overload
+    def loss(self, hidden: Tensor, target: Tensor, *, extras: None = ..., **options: Any) -> Tensor: ...
+
+    @overload
+    def loss(
+        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str], **options: Any
+    ) -> tuple[Tensor, Extras]: ...
+
+    def loss(
+        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str] | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Extras]:
         """:func:`mixture_cross_entropy` with this layer's parameters and any of its options."""
         return functional.mixture_cross_entropy(
             self.latent_vectors(hidden),
@@ -89,6 +100,7 @@ class MixtureOutputLayer(FunctionModule):
             function=self.function,
             prior_function=self.prior_function,
             linear_bias=self.bias,
+            extras=extras,
             **{"floor": self.floor, **options},
         )
 
@@ -96,22 +108,30 @@ class MixtureOutputLayer(FunctionModule):
     def sample(
         self, hidden: Tensor, num_samples: int | None = None, *, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Classes drawn from the mixture: (...), or (..., num_samples). The component is drawn first."""
+        """Classes drawn from the mixture: (...), or (..., num_samples). The component is drawn first.
+
+        One (..., V) at a time is computed, as often as there are samples or, if these are fewer, components.
+        """
         count = 1 if num_samples is None else num_samples
         check_positive(num_samples=count)
         log_prior = functional.log_prior(self.prior(hidden), self.function, self.prior_function)
         component = sample_from(log_prior, count, 1.0, generator)
         latent = self.latent_vectors(hidden)
-        index = component.unsqueeze(-1).expand(*component.shape, self.latent_features)
-        chosen = latent.gather(-2, index)
-        drawn = [
-            sample_from(log_probs_to_draw(self._logits(chosen[..., i, :]), self.function), None, 1.0, generator)
-            for i in range(count)
-        ]
-        return drawn[0] if num_samples is None else torch.stack(drawn, -1)
+        drawn = torch.empty_like(component)
+        if count < self.components:
+            index = component.unsqueeze(-1).expand(*component.shape, self.latent_features)
+            chosen = latent.gather(-2, index)
+            for sample in range(count):
+                drawn[..., sample] = self._drawn_from(chosen[..., sample, :], None, generator)
+        else:
+            for k in range(self.components):
+                of_component = self._drawn_from(latent[..., k, :], count, generator)
+                drawn = torch.where(component == k, of_component, drawn)
+        return drawn.squeeze(-1) if num_samples is None else drawn
 
-    def _logits(self, latent: Tensor) -> Tensor:
-        return nn.functional.linear(latent, self.weight, self.bias)
+    def _drawn_from(self, latent: Tensor, num_samples: int | None, generator: torch.Generator | None) -> Tensor:
+        logits = nn.functional.linear(latent, self.weight, self.bias)
+        return sample_from(log_probs_to_draw(logits, self.function), num_samples, 1.0, generator)
 
     @torch.no_grad()
     def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +72,11 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 
-def output_weight(weight: nn.Parameter | None, num_classes: int, features: int) -> nn.Parameter:
-    """A weight (V, d) to share, or a new one with the initialisation of nn.Linear."""
+def output_weight(weight: Tensor | None, num_classes: int, features: int) -> nn.Parameter:
+    """A weight (V, d) to share, or a new one with the initialisation of nn.Linear.
+
+    The annotation is Tensor because torch annotates the weights of its modules so.
+    """
     if weight is None:
         fresh = torch.empty(num_classes, features)
         nn.init.uniform_(fresh, -1.0 / math.sqrt(features), 1.0 / math.sqrt(features))
@@ -115,7 +118,7 @@ class OutputLayer(FunctionModule):
         num_classes: int,
         function: Function = "sigsoftmax",
         bias: bool = True,
-        weight: nn.Parameter | None = None,
+        weight: Tensor | None = None,
     ) -> None:
         check_positive(in_features=in_features, num_classes=num_classes)
         super().__init__(function, num_classes)
@@ -135,10 +138,20 @@ class OutputLayer(FunctionModule):
         """(..., V)"""
         return functional.log_probs(self.logits(hidden), function=self.function)
 
-    def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor | tuple[Tensor, Extras]:
+    @overload
+    def loss(self, hidden: Tensor, target: Tensor, *, extras: None = ..., **options: Any) -> Tensor: ...
+
+    @overload
+    def loss(
+        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str], **options: Any
+    ) -> tuple[Tensor, Extras]: ...
+
+    def loss(
+        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str] | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Extras]:
         """:func:`linear_cross_entropy` with this layer's parameters and any of its options."""
         return functional.linear_cross_entropy(
-            hidden, self.weight, target, function=self.function, linear_bias=self.bias, **options
+            hidden, self.weight, target, function=self.function, linear_bias=self.bias, extras=extras, **options
         )
 
     @torch.no_grad()

@@ -131,9 +131,10 @@ class Record:
     def from_json(cls, text: str, *, source: str = "") -> Record:
         where = f"{source}: " if source else ""
         try:
-            envelope = json.loads(text)
+            envelope = json.loads(text.strip())
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}not a record: {error.msg} at column {error.colno} of the line") from None
+            problem = error.msg.removesuffix(" at")
+            raise ValueError(f"{where}not a record: {problem} at column {error.colno} of the line") from None
         if not isinstance(envelope, dict) or not isinstance(envelope.get("schema"), int):
             raise ValueError(f"{where}not a record: expected a JSON object with a number 'schema'")
         if envelope["schema"] > SCHEMA:

@@ -68,8 +68,6 @@ class Language:
     def __repr__(self) -> str:
         return f"Language({self.description}; {self.num_contexts} contexts, {self.num_words} words)"
 
-    # --- what is known exactly ------------------------------------------------------------------------------
-
     @cached_property
     def transition_NN(self) -> Tensor:
         """The probability of the next context given this one."""
@@ -101,7 +99,7 @@ class Language:
     @cached_property
     def entropy_rate(self) -> float:
         """Nats per word of an endless text: the loss of a perfect model."""
-        return float(self.stationary_N @ _row_entropies(self.log_p_NM))
+        return float(self.stationary_N @ torch.special.entr(self.log_p_NM.exp()).sum(1))
 
     @cached_property
     def log_rank(self) -> int:
@@ -126,8 +124,6 @@ class Language:
                 f"got {tuple(log_q_NM.shape)}"
             )
         return float(self.weights_N(weights) @ _row_kl(self.log_p_NM, _checked_log_probs(log_q_NM, "log_q_NM")))
-
-    # --- text -----------------------------------------------------------------------------------------------
 
     def sample(self, length: int, *, seed: int) -> Text:
         """A text of ``length`` words that starts in a context drawn from the stationary distribution."""
@@ -167,8 +163,6 @@ class Language:
             )
         log_q_LM = _checked_log_probs(log_q_LM, "log_q_LM").cpu()
         return _row_kl(self.log_p_NM[contexts_L.cpu()], log_q_LM)
-
-    # --- the kinds ------------------------------------------------------------------------------------------
 
     @classmethod
     def of_rank(
@@ -222,8 +216,10 @@ class Language:
             raise ValueError(f"topics must be at least 1, got {topics}")
         _check_positive("sharpness", sharpness)
         rng = default_rng(seed)
-        log_weights = _log_softmax(_log_gammas(rng, 1.0 / sharpness, (contexts, topics)))
-        log_topics = _log_softmax(_log_gammas(rng, 1.0 / sharpness, (topics, words)))
+        log_weights, log_topics = (
+            torch.log_softmax(torch.from_numpy(_log_gammas(rng, 1.0 / sharpness, size)), -1).numpy()
+            for size in ((contexts, topics), (topics, words))
+        )
         # Summed one topic at a time in log space: no underflow, and nothing of size contexts x topics x words.
         logits_NM = np.full((contexts, words), -np.inf)
         for topic in range(topics):
@@ -340,24 +336,11 @@ def _reached_from_first(edges_NN: Tensor) -> bool:
     return bool(reached_N.all())
 
 
-# --- distributions --------------------------------------------------------------------------------------------------
-
-
 def _log_gammas(rng: Generator, shape_parameter: float, size: tuple[int, int]) -> NDArray[np.float64]:
     # Gamma(a) = Gamma(a + 1) U^(1/a): in log space nothing underflows, however small a is.
     boost = np.log1p(-rng.random(size)) / shape_parameter
     logs: NDArray[np.float64] = np.log(rng.standard_gamma(shape_parameter + 1.0, size))
     return logs + boost
-
-
-def _log_softmax(
-    logits: NDArray[np.float64],
-) -> NDArray[np.float64]:
-    return torch.log_softmax(torch.from_numpy(logits), -1).numpy()
-
-
-def _row_entropies(log_p: Tensor) -> Tensor:
-    return torch.special.entr(log_p.exp()).sum(-1)
 
 
 def _row_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -24,6 +24,10 @@ from sigsoftmax.family import OutputFunction
 __all__ = ["Parts", "Problem"]
 
 
+BLOCK = 40_000
+"""Logits computed at once. At 320 kB an array allocations also stay below what the C library returns to the system."""
+
+
 class Parts(NamedTuple):
     """Views of a flat vector of parameters (or of a gradient)."""
 
@@ -54,6 +58,7 @@ class Problem:
         self.linear_slope: float | None = None
         if head.function.is_linear and not self.learned and all(a.ndim == 0 for a in head.function.arguments()):
             self.linear_slope = float(head.function.slope(torch.zeros((), dtype=torch.float64)))
+        self.block = max(1, BLOCK // (head.components * self.words))
         rows = self.contexts * head.components
         self._shapes: list[tuple[int, ...]] = [(rows, width), (self.words, width + 1)]
         if head.components > 1:
@@ -95,40 +100,58 @@ class Problem:
         return minimise(self.evaluate, start, self.preconditioner_at, budget)
 
     def evaluate(self, x: Tensor) -> tuple[float, Tensor]:
-        """KL and its gradient."""
-        gradient = torch.empty_like(x)
+        """KL and its gradient, a block of contexts at a time: temporaries then stay in the processor's cache."""
+        gradient = torch.zeros_like(x)
         parts, slots = self.views(x), self.views(gradient)
-        z_RM = self.logits(x)
         function = self.function_at(x)
-        log_g_RM = z_RM * self.linear_slope if self.linear_slope is not None else function.phi(z_RM)
-
-        if parts.prior_NK is None:
-            log_q_RM = torch.log_softmax(log_g_RM, -1)
-            kl = self.kl(log_q_RM)
-            error_RM = log_q_RM.exp_().mul_(self.weights_N[:, None]).sub_(self.weighted_p_NM)
-        else:
-            # In probability space a mixture takes one exp an element; it underflows only where KL is hopeless,
-            # and then the loss is inf and the line search turns back.
-            prior_NK = torch.softmax(parts.prior_NK, -1)
-            f_NKM = torch.softmax(log_g_RM, -1).view(self.contexts, self.head.components, self.words)
-            q_NM = torch.bmm(prior_NK[:, None], f_NKM)[:, 0]
-            kl = self.kl(q_NM.log())
-            ratio_NM = self.weighted_p_NM / q_NM
-            share_NK = torch.bmm(f_NKM, ratio_NM[..., None])[..., 0]
-            assert slots.prior_NK is not None
-            torch.mul(prior_NK, self.weights_N[:, None] - share_NK, out=slots.prior_NK)
-            error_NKM = (share_NK[..., None] - ratio_NM[:, None]).mul_(f_NKM).mul_(prior_NK[..., None])
-            error_RM = error_NKM.view_as(z_RM)
-
-        if parts.learned:
-            self._learned_gradients(z_RM, error_RM, parts, slots)
-        error_RM.mul_(self.linear_slope if self.linear_slope is not None else function.slope(z_RM))
-        torch.mm(error_RM, parts.output_Me[:, :-1], out=slots.h_Rd)
-        slots.output_Me[:, :-1] = error_RM.T @ parts.h_Rd
-        slots.output_Me[:, -1] = error_RM.sum(0)
+        w_Md, bias_M = parts.output_Me[:, :-1], parts.output_Me[:, -1]
+        components = self.head.components
+        kl = self.negative_entropy
+        for first in range(0, self.contexts, self.block):
+            of_contexts = slice(first, first + self.block)
+            of_rows = slice(first * components, (first + self.block) * components)
+            h_Rd = parts.h_Rd[of_rows]
+            z_RM = torch.addmm(bias_M, h_Rd, w_Md.T)
+            log_g_RM = z_RM * self.linear_slope if self.linear_slope is not None else function.phi(z_RM)
+            if parts.prior_NK is None or slots.prior_NK is None:
+                cross_entropy, error_RM = self._single_error(log_g_RM, of_contexts)
+            else:
+                cross_entropy, error_RM, prior_error_NK = self._mixture_error(
+                    log_g_RM, torch.softmax(parts.prior_NK[of_contexts], -1), of_contexts
+                )
+                slots.prior_NK[of_contexts] = prior_error_NK
+            kl += cross_entropy
+            if parts.learned:
+                self._add_learned_gradients(z_RM, error_RM, parts, slots)
+            error_RM.mul_(self.linear_slope if self.linear_slope is not None else function.slope(z_RM))
+            torch.mm(error_RM, w_Md, out=slots.h_Rd[of_rows])
+            slots.output_Me[:, :-1].addmm_(error_RM.T, h_Rd)
+            slots.output_Me[:, -1] += error_RM.sum(0)
         return kl, gradient
 
-    def _learned_gradients(self, z_RM: Tensor, error_RM: Tensor, parts: Parts, slots: Parts) -> None:
+    def _single_error(self, log_g_RM: Tensor, of_contexts: slice) -> tuple[float, Tensor]:
+        """Cross-entropy of some contexts, and its derivative by log g: f - P."""
+        weighted_p_NM = self.weighted_p_NM[of_contexts]
+        log_q_NM = torch.log_softmax(log_g_RM, -1)
+        cross_entropy = -float((weighted_p_NM * log_q_NM).sum())
+        return cross_entropy, log_q_NM.exp_().mul_(self.weights_N[of_contexts, None]).sub_(weighted_p_NM)
+
+    def _mixture_error(self, log_g_RM: Tensor, prior_NK: Tensor, of_contexts: slice) -> tuple[float, Tensor, Tensor]:
+        """The same for a mixture, with the derivative by the prior's logits.
+
+        In probability space a mixture takes one exp an element; it underflows only where KL is hopeless, and then
+        the loss is inf and the line search turns back.
+        """
+        weighted_p_NM = self.weighted_p_NM[of_contexts]
+        f_NKM = torch.softmax(log_g_RM, -1).view(*prior_NK.shape, self.words)
+        q_NM = torch.bmm(prior_NK[:, None], f_NKM)[:, 0]
+        cross_entropy = -float((weighted_p_NM * q_NM.log()).sum())
+        ratio_NM = weighted_p_NM / q_NM
+        share_NK = torch.bmm(f_NKM, ratio_NM[..., None])[..., 0]
+        error_NKM = (share_NK[..., None] - ratio_NM[:, None]).mul_(f_NKM).mul_(prior_NK[..., None])
+        return cross_entropy, error_NKM.view_as(log_g_RM), prior_NK * (self.weights_N[of_contexts, None] - share_NK)
+
+    def _add_learned_gradients(self, z_RM: Tensor, error_RM: Tensor, parts: Parts, slots: Parts) -> None:
         """Chain rule through the arguments of the form. Rows of the error sum to 0, so offsets do not count."""
         leaves = {key: value.detach().clone().requires_grad_() for key, value in parts.learned.items()}
         function = self.head.with_learned(leaves)
@@ -139,7 +162,7 @@ class Problem:
         ]
         found = torch.autograd.grad([a for a, _ in trained], list(leaves.values()), [g for _, g in trained])
         for key, value in zip(leaves, found, strict=True):
-            slots.learned[key].copy_(value)
+            slots.learned[key].add_(value)
 
     def preconditioner_at(self, x: Tensor) -> Apply:
         """Inverse blocks of the Fisher information, with f replaced by its mean over contexts.

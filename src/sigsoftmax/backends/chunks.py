@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sigsoftmax.backends import reference
 from sigsoftmax.backends.blocked.any_form import FormRows
-from sigsoftmax.backends.interface import RowCoefficients, RowRoutines
+from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowRoutines, RowStats
 from sigsoftmax.backends.reference import MASK
 from sigsoftmax.family import Form
 
@@ -125,7 +125,9 @@ class LinearLogits(Source):
         rows = min(self.chunk_tokens, self.num_tokens) * self.components
         self.logits_like = self.slab_RV = self.weight_Vd.new_empty(rows, self.num_classes)
         sum_dtype = reference.compute_dtype(product_dtype)
-        self.hidden_gradient = torch.empty_like(hidden_NKd) if needs_hidden else None
+        self.hidden_gradient = (
+            torch.empty_like(hidden_NKd, memory_format=torch.contiguous_format) if needs_hidden else None
+        )
         self.weight_gradient = _zeros(weight_Vd, sum_dtype) if needs_weight else None
         self.bias_gradient = _zeros(bias_V, sum_dtype) if needs_bias and bias_V is not None else None
 
@@ -238,7 +240,10 @@ class LossLoop:
         compute = self._dense_mixture_block if self.is_dense_mixture else self._block
         for span, first_row, logits_RV in self.source.blocks(self.routines.max_rows, backpropagate=wants_gradient):
             compute(span, logits_RV, self.source.gradient_rows(first_row, logits_RV) if wants_gradient else None)
-        normalizer_NK = self._all("log_normalizer").view(self.source.num_tokens, self.source.components)
+        if "log_normalizer" in self.collected:
+            normalizer_NK = self._all("log_normalizer")
+        else:
+            normalizer_NK = (self._all("normalizer") + self._all("offset")).view(-1, self.source.components)
         losses_N = self._all("losses") if "losses" in self.collected else self._plain_losses()
         if self.options.z_loss:
             prior_NK = torch.ones_like(normalizer_NK) if self.log_prior_NK is None else self.log_prior_NK.exp()
@@ -257,7 +262,7 @@ class LossLoop:
     def _all(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """What was collected under a name, for all rows; empty if nothing was."""
         pieces = self.collected.get(name, [])
-        return torch.cat(pieces) if pieces else self.numbers.to(dtype or self.dtype)
+        return torch.cat(pieces) if pieces else self.numbers.new_empty(0, dtype=dtype)
 
     # A plain row, or a mixture that only needs its rows at the target.
 
@@ -267,23 +272,35 @@ class LossLoop:
         if index_R is not None and components > 1:
             index_R = index_R.repeat_interleave(components)
         dense = self.smoothing_V if self.probabilities_NV is None else self._smoothed_probabilities(span)
-        stats = self.routines.stats(logits_RV, index_R, dense, self.options.argmax, self.options.entropy)
-        log_normalizer_R = stats.normalizer + stats.offset
-        self._collect(log_normalizer=log_normalizer_R, argmax=stats.argmax, entropy=stats.entropy)
+        mass = dense.sum(-1) if self.probabilities_NV is not None and dense is not None else None
+        extras = (self.options.argmax, self.options.entropy)
+        if out_RV is not None and self.log_prior_NK is None and isinstance(self.routines, FusedRowRoutines):
+            coefficients = self._coefficients(span, None, mass, None)
+            z_slope_n = None
+            if self.options.z_loss:
+                assert self.scale_N is not None
+                z_slope_n = 2.0 * self.options.z_loss * self.scale_N[span]
+            stats = self.routines.stats_and_gradient(
+                logits_RV, coefficients, z_slope_n, index_R, dense, out_RV, *extras
+            )
+            self._collect_stats(stats, mass)
+            return
+        stats = self.routines.stats(logits_RV, index_R, dense, *extras)
+        self._collect_stats(stats, mass)
         by_log_f_nK = None
-        if self.log_prior_NK is None:
-            mass = dense.sum(-1) if self.probabilities_NV is not None and dense is not None else None
-            self._collect(normalizer=stats.normalizer, target=stats.target, dense=stats.dense, mass=mass)
-        else:
+        if self.log_prior_NK is not None:
             assert stats.target is not None
-            mass = None
             log_f_nK = (stats.target - stats.normalizer).view(-1, components)
             losses, by_log_f_nK = self._mixture_losses(span, log_f_nK)
             self._collect(losses=losses)
-        if out_RV is None:
-            return
-        coefficients = self._coefficients(span, log_normalizer_R, mass, by_log_f_nK)
-        self.routines.gradient(logits_RV, stats, coefficients, index_R, dense, out_RV)
+        if out_RV is not None:
+            coefficients = self._coefficients(span, stats, mass, by_log_f_nK)
+            self.routines.gradient(logits_RV, stats, coefficients, index_R, dense, out_RV)
+
+    def _collect_stats(self, stats: RowStats, mass: Tensor | None) -> None:
+        self._collect(offset=stats.offset, normalizer=stats.normalizer, argmax=stats.argmax, entropy=stats.entropy)
+        if self.log_prior_NK is None:
+            self._collect(target=stats.target, dense=stats.dense, mass=mass)
 
     def _plain_losses(self) -> Tensor:
         normalizer_N = self._all("normalizer")
@@ -311,8 +328,9 @@ class LossLoop:
         return -(weight_n1 * floored_n1).squeeze(-1), by_log_f_nK
 
     def _coefficients(
-        self, span: slice, log_normalizer_R: Tensor, mass: Tensor | None, by_log_f_nK: Tensor | None
+        self, span: slice, stats: RowStats | None, mass: Tensor | None, by_log_f_nK: Tensor | None
     ) -> RowCoefficients:
+        """The derivatives of the total; without stats, those that do not wait for them (z-loss does)."""
         assert self.scale_N is not None and self.unused_N is not None
         scale_n, unused_n = self.scale_N[span], self.unused_N[span]
         by_dense = None
@@ -333,8 +351,8 @@ class LossLoop:
         else:
             assert mass is not None
             by_normalizer, by_target, by_dense = mass * scale_n, None, -scale_n
-        if self.options.z_loss:
-            slope_R = 2.0 * self.options.z_loss * log_normalizer_R
+        if self.options.z_loss and stats is not None:
+            slope_R = 2.0 * self.options.z_loss * (stats.normalizer + stats.offset)
             if self.log_prior_NK is not None:
                 slope_R = slope_R * self.log_prior_NK[span].exp().flatten()
             by_normalizer = by_normalizer + scaled(slope_R, scale_n)
@@ -424,5 +442,5 @@ class MixtureBlock:
         by_phi = by_log_f_nKV - self.log_f_nKV.exp() * minus_by_normalizer.unsqueeze(-1)
         if unused_n1 is not None:
             by_phi.masked_fill_(unused_n1.unsqueeze(-1), 0.0)
-        self.routines.backpropagate(self.logits_RV, by_phi.view_as(self.logits_RV), out_RV)
+        self.routines.backpropagate(self.logits_RV, by_phi.reshape(self.logits_RV.shape), out_RV)
         return by_log_prior_nK

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +15,46 @@ from torch.autograd import forward_ad
 
 from sigsoftmax.backends import blocked
 from sigsoftmax.backends.chunks import MakeRoutines
+from sigsoftmax.family import Form
 
 ENVIRONMENT_VARIABLE = "SIGSOFTMAX_BACKEND"
 
-# A new backend is one line here: its routines, and a function that says why it cannot serve (None if it can).
-_ROUTINES: dict[str, MakeRoutines] = {"blocked": blocked.routines}
-BACKENDS = ("reference", *_ROUTINES)
+
+class Backend(NamedTuple):
+    """A set of row routines: how to get them, and why they cannot serve a call (None if they can)."""
+
+    routines: Callable[[], MakeRoutines]
+    why_refused: Callable[[Form, torch.dtype, torch.device], str | None]
+
+
+def _triton_routines() -> MakeRoutines:
+    from sigsoftmax.backends.triton import rows
+
+    return rows.routines
+
+
+def _why_not_triton(form: Form, dtype: torch.dtype, device: torch.device) -> str | None:
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not is_interpreted:
+        return f"the tensors are on {device.type}, not on a CUDA device"
+    if not _has_triton():
+        return "the package triton is not installed"
+    from sigsoftmax.backends.triton import rows
+
+    return rows.why_refused(form, dtype)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+# A new backend is one line here, fastest first.
+_BACKENDS: dict[str, Backend] = {
+    "triton": Backend(_triton_routines, _why_not_triton),
+    "blocked": Backend(lambda: blocked.routines, lambda form, dtype, device: None),
+}
+BACKENDS = ("reference", *_BACKENDS)
 
 
 @dataclass(frozen=True)
@@ -44,13 +80,21 @@ def explain() -> Decision | None:
 
 
 def row_routines(backend: str) -> MakeRoutines:
-    return _ROUTINES[backend]
+    return _BACKENDS[backend].routines()
 
 
-def choose(backend: str | None, tensors: Sequence[Tensor | None], *, needs_autograd_of: Tensor | None = None) -> str:
+def choose(
+    backend: str | None,
+    form: Form,
+    dtype: torch.dtype,
+    tensors: Sequence[Tensor | None],
+    *,
+    needs_autograd_of: Tensor | None = None,
+) -> str:
     """Pick a backend: the argument, else the environment, else the fastest that can.
 
-    ``tensors`` take part in the operation; ``needs_autograd_of`` is one whose gradient only the reference has.
+    ``dtype`` is that of the logits; ``tensors`` take part in the operation, the first one tells the device;
+    ``needs_autograd_of`` is one whose gradient only the reference has.
     """
     global _last
     asked, chosen_by = backend, "the argument backend="
@@ -63,11 +107,22 @@ def choose(backend: str | None, tensors: Sequence[Tensor | None], *, needs_autog
     if reason is not None:
         if asked not in (None, "reference"):
             raise ValueError(f"backend {asked!r} cannot be used: {reason}; pass backend='reference'")
-        decision = Decision("reference", chosen_by if asked else "the inputs", dict.fromkeys(_ROUTINES, reason))
-    elif asked is not None:
+        decision = Decision("reference", chosen_by if asked else "the inputs", dict.fromkeys(_BACKENDS, reason))
+    elif asked == "reference":
         decision = Decision(asked, chosen_by)
     else:
-        decision = Decision("blocked", "default")
+        device = present[0].device
+        refused: dict[str, str] = {}
+        for name, candidate in _BACKENDS.items():
+            if asked in (None, name):
+                reason = candidate.why_refused(form, dtype, device)
+                if reason is None:
+                    decision = Decision(name, chosen_by if asked else "default", refused)
+                    break
+                refused[name] = reason
+        else:
+            assert asked is not None
+            raise ValueError(f"backend {asked!r} cannot be used: {refused[asked]}; leave the choice to the package")
     if not torch.compiler.is_compiling():
         _last = decision
     return decision.backend
@@ -78,7 +133,7 @@ _is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_te
 
 def _why_only_reference(tensors: Sequence[Tensor], needs_autograd_of: Tensor | None) -> str | None:
     if needs_autograd_of is not None and needs_autograd_of.requires_grad:
-        return "probability targets that require a gradient need plain autograd"
+        return "probability targets and class weights that require a gradient need plain autograd"
     if torch.compiler.is_compiling():
         return None
     if any(_is_wrapped(t) for t in tensors):

@@ -9,7 +9,7 @@ Shapes: R rows of logits, V classes.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -64,4 +64,23 @@ class RowRoutines(Protocol):
 
     def argument_gradients(self) -> list[Tensor]:
         """dL/dargument of the form, summed over all rows that were given to ``gradient``."""
+        ...
+
+
+@runtime_checkable
+class FusedRowRoutines(RowRoutines, Protocol):
+    """A backend that can do both at once, where the coefficients do not wait for the stats."""
+
+    def stats_and_gradient(
+        self,
+        logits_RV: Tensor,
+        coefficients: RowCoefficients,
+        z_slope_R: Tensor | None,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        out_RV: Tensor,
+        argmax: bool,
+        entropy: bool,
+    ) -> RowStats:
+        """Measure rows and write their gradient; ``z_slope * log sum g`` is added to the normaliser's coefficient."""
         ...

@@ -185,15 +185,16 @@ def _token_loss_backward(ctx: Any, by_total: Optional[Tensor], by_losses: Option
     by_scale = None
     if ctx.has_gradients:
         if by_total is None:
-            return (None,) * 20
-        losses, *gradients = ctx.saved_tensors[:6]
+            return _no_gradients(ctx)
+        # Saved outputs come back as results of the op; a gradient that wants a gradient is for create_graph alone.
+        losses, *gradients = (saved.detach() for saved in ctx.saved_tensors[:6])
         arguments = ctx.saved_tensors[6:]
         if ctx.needs_input_grad[7]:
             by_scale = losses * by_total
         gradients = [_times(gradient, by_total) for gradient in gradients]
     else:
         if by_losses is None:
-            return (None,) * 20
+            return _no_gradients(ctx)
         hidden, weight, bias, log_prior, target, class_weight = ctx.saved_tensors[:6]
         arguments = ctx.saved_tensors[6:]
         *options, _, needs = ctx.options
@@ -208,6 +209,10 @@ def _token_loss_backward(ctx: Any, by_total: Optional[Tensor], by_losses: Option
     outputs = (by_hidden, by_weight, by_bias, by_prior, *by_arguments, by_scale)
     by_hidden, by_weight, by_bias, by_prior, *by_arguments, by_scale = _not_differentiable_again(outputs)
     return (by_hidden, by_weight, by_bias, by_prior, by_arguments, None, None, by_scale, *(None,) * len(ctx.options))
+
+
+def _no_gradients(ctx: Any) -> tuple[Any, ...]:
+    return (*(None,) * 4, [None] * ctx.num_arguments, *(None,) * 3, *(None,) * len(ctx.options))
 
 
 token_loss.register_autograd(_token_loss_backward, setup_context=_token_loss_context)
@@ -306,7 +311,7 @@ def log_probs_backward(
     needs_arguments = needs[4]
     source = _dense_source(hidden, weight, bias, product_dtype, chunk_bytes, needs=needs)
     routines = FormRows(form_by_name(form), arguments, source.logits_like, needs_arguments)
-    prior_gradient = torch.empty_like(log_prior) if log_prior is not None else by_log_p.new_empty(0)
+    prior_gradient = by_log_p.new_empty(0) if log_prior is None else log_prior.new_empty(log_prior.shape)
     for span, first_row, logits_RV in source.blocks(routines.max_rows, backpropagate=True):
         by_log_p_nV = by_log_p[span].to(routines.dtype)
         out_RV = source.gradient_rows(first_row, logits_RV)
@@ -392,7 +397,7 @@ def _dense_source(
 ) -> Source:
     if weight is None:
         logits_NV = hidden.squeeze(1)
-        return GivenLogits(logits_NV, torch.empty_like(logits_NV) if any(needs) else None)
+        return GivenLogits(logits_NV, logits_NV.new_empty(logits_NV.shape) if any(needs) else None)
     return LinearLogits(
         hidden,
         weight,

@@ -119,6 +119,10 @@ def token_losses(
     K = 1 and no prior. The meaning of every option is torch's; ``z_loss`` adds ``z_loss * n^2`` with n the log
     normaliser (for a mixture the prior's mean of n^2, the prior held constant).
     """
+    if not target.is_floating_point():
+        # Autograd would pass 0 * NaN on from an ignored row that has no distribution.
+        broken = ~logits_NKV.detach().amax(-1, keepdim=True).isfinite() & (target == ignore_index)[:, None, None]
+        logits_NKV = torch.where(broken, torch.zeros_like(logits_NKV), logits_NKV)
     parts = rows(logits_NKV, form, arguments)
     if log_prior_NK is None:
         log_p = parts.log_probs.squeeze(1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sigsoftmax.analysis.capacity import CapacityConfig, CapacityResult, capacity_curves, softmax_width_of_equal_kl
 from sigsoftmax.analysis.lbfgs import Budget
-from sigsoftmax.analysis.spectrum import Spectrum, spectrum
+from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.experiments.pictures import draw_bottleneck
 from sigsoftmax.records import Record, append
 from sigsoftmax.synthetic import Language
@@ -56,18 +56,15 @@ class DemoConfig:
         return Language.of_rank(contexts=400, words=200, rank=100, scale=2.0, seed=self.seed)
 
     def capacity(self) -> CapacityConfig:
-        widths, softmax_widths = (2, 4, 8, 16, 32, 64, 100, 128), (6, 12, 24, 48, 80, 96)
-        if self.quick:
-            widths, softmax_widths = (1, 2, 4, 8, 16, 25, 32), (6, 12, 20)
         return CapacityConfig(
             heads=HEADS,
-            widths=widths,
-            softmax_widths=softmax_widths,
+            widths=(2, 4, 8, 16, 25) if self.quick else (2, 4, 8, 16, 32, 64, 100, 128),
+            softmax_widths=(6, 12, 23, 24) if self.quick else (6, 12, 24, 48, 98, 99),
             random_starts=0,
-            budget=Budget(iterations=400, floor=FLOOR),
+            budget=Budget(iterations=100 if self.quick else 300, floor=FLOOR),
             thorough_widths=(self.width,),
             thorough_random_starts=1,
-            thorough_budget=Budget(iterations=700, floor=FLOOR),
+            thorough_budget=Budget(iterations=200 if self.quick else 500, tolerance=3e-4, floor=FLOOR),
             workers=2,
             seed=self.seed,
         )
@@ -95,7 +92,7 @@ def run(config: DemoConfig, say: Say, progress: Say = lambda _: None) -> list[Ca
     records = config.out / "bottleneck.jsonl"
     # The records of an earlier demo in the same folder would double every point.
     records.unlink(missing_ok=True)
-    append(records, [Record.of(payload) for payload in (truth, *results)])
+    append(records, [Record.of(truth), *map(Record.of, results)])
     try:
         drawn = draw_bottleneck(results, truth, config.width, config.out)
     except ImportError:
@@ -113,23 +110,8 @@ def table(results: Sequence[CapacityResult], width: int) -> str:
     """The heads at one width, in plain text."""
     header = ("head", "numbers per", "output", "rank", "rank", "KL", "spread over", "excess", "softmax of", "time")
     second = ("", "context", "parameters", "bound", "measured", "(nats)", "starts", "perplexity", "equal KL", "(s)")
-    rows = [header, second]
     curve = softmax_curve(results)
-    for result in at_width(results, width):
-        rows.append(
-            (
-                result.head,
-                str(result.numbers_per_context),
-                f"{result.output_parameters:,}",
-                str(result.rank_bound),
-                str(result.rank),
-                f"{result.kl:.4f}",
-                f"{result.spread:.4f}",
-                f"x {result.excess_perplexity:.3f}",
-                _width_text(softmax_width_of_equal_kl(result.kl, curve, floor=FLOOR), curve),
-                f"{result.seconds:.1f}",
-            )
-        )
+    rows = [header, second, *(_row(result, curve) for result in at_width(results, width))]
     sizes = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = [
         "  ".join(cell.ljust(size) if column == 0 else cell.rjust(size) for column, (cell, size) in enumerate(cells))
@@ -142,6 +124,25 @@ def table(results: Sequence[CapacityResult], width: int) -> str:
     return "\n".join([f"Width d = {width}", rule, *lines[:2], rule, *lines[2:], rule, threshold])
 
 
+def _row(result: CapacityResult, curve: dict[int, float]) -> tuple[str, ...]:
+    return (
+        _name(result),
+        str(result.numbers_per_context),
+        f"{result.output_parameters:,}",
+        str(result.rank_bound),
+        str(result.rank),
+        f"{result.kl:.4f}",
+        f"{result.spread:.4f}",
+        f"x {result.excess_perplexity:.3f}",
+        _width_text(softmax_width_of_equal_kl(result.kl, curve, floor=FLOOR), curve),
+        f"{result.seconds:.1f}",
+    )
+
+
+def _name(result: CapacityResult) -> str:
+    return result.head.replace("=0.0)", "=0)")
+
+
 def _width_text(width: float, curve: dict[int, float]) -> str:
     if width == 0.0:
         return f"d < {min(curve)}"
@@ -151,7 +152,7 @@ def _width_text(width: float, curve: dict[int, float]) -> str:
 def at_width(results: Sequence[CapacityResult], width: int) -> list[CapacityResult]:
     """The results at one width, worst first, softmax before its equals."""
     chosen = [result for result in results if result.width == width]
-    return sorted(chosen, key=lambda result: (-result.kl, chosen.index(result)))
+    return sorted(chosen, key=lambda result: -round(result.kl, 4))
 
 
 def softmax_curve(results: Sequence[CapacityResult]) -> dict[int, float]:
@@ -202,8 +203,8 @@ def _others(softmax: CapacityResult, others: Sequence[CapacityResult], curve: di
     for result in sorted(others, key=lambda r: -r.kl):
         gain = 1.0 - result.kl / softmax.kl
         worth = _width_text(softmax_width_of_equal_kl(result.kl, curve, floor=FLOOR), curve)
-        parts.append(f"{result.head} {_change(gain)} (worth softmax of {worth})")
-    return f"- Less KL than softmax at width {softmax.width}: " + "; ".join(parts) + "."
+        parts.append(f"\n    {_name(result)}: {_change(gain)}, worth softmax of {worth}")
+    return f"- KL at width {softmax.width} against softmax:" + "".join(parts)
 
 
 def _change(gain: float) -> str:
@@ -211,17 +212,14 @@ def _change(gain: float) -> str:
 
 
 def _sufficient(here: Sequence[CapacityResult]) -> str:
-    high = [
-        result
-        for result in here
-        if result.rank >= 0.9 * result.rank_bound and result.rank_bound == max(r.rank_bound for r in here)
-    ]
+    full = max(result.rank_bound for result in here)
+    high = [result for result in here if result.rank >= 0.9 * full]
     if len(high) < 2:
         return "- Too few heads reach full rank to compare them."
     low_kl, high_kl = min(result.kl for result in high), max(result.kl for result in high)
     sentence = (
-        f"- Among the {len(high)} heads of (almost) full measured rank KL runs from {low_kl:.4f} to {high_kl:.4f}"
+        f"- Among the {len(high)} heads of full or almost full measured rank KL runs from {low_kl:.4f} to {high_kl:.4f}"
     )
     if high_kl > (1.0 + 10.0 * EQUAL) * low_kl:
-        return sentence + ": rank is necessary, not sufficient. Rank is not nats."
+        return sentence + ":\n  rank is necessary, not sufficient. Rank is not nats."
     return sentence + "."

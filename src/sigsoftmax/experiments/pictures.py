@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,18 +22,20 @@ class Look(NamedTuple):
     color: str
     line: str = "-"
     size: float = 1.8
+    level: float = 3.0
+    """curves of a higher level are drawn over others"""
 
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart. softmax is broad, so that what lies on
 # it can be seen.
 LOOKS = {
-    "softmax": Look("softmax", "#000000", size=4.5),
-    "sigsoftmax": Look("sigsoftmax", "#E69F00", (0, (3, 1.5)), 2.2),  # type: ignore[arg-type]
-    "shifted_sigsoftmax(b=per_class)": Look("sigsoftmax, shift per class", "#CC79A7"),
+    "softmax": Look("softmax", "#000000", size=4.5, level=1.0),
+    "sigsoftmax": Look("sigsoftmax", "#E69F00", (0, (3, 1.5)), 2.2, 4.0),  # type: ignore[arg-type]
+    "shifted_sigsoftmax(b=per_class)": Look("shift per class", "#CC79A7", level=2.0),
     "gss(k=0.2)": Look("gss k = 0.2", "#56B4E9"),
     "gss(k=0.0)": Look("gss k = 0", "#0072B2"),
-    "mos(K=4)": Look("MoS, 4 components", "#009E73"),
-    "moss(K=4)": Look("MoSS, 4 components", "#D55E00", (0, (3, 1.5))),  # type: ignore[arg-type]
+    "mos(K=4)": Look("MoS, K = 4", "#009E73"),
+    "moss(K=4)": Look("MoSS, K = 4", "#D55E00", (0, (3, 1.5))),  # type: ignore[arg-type]
 }
 TRUTH = Look("the truth", "#8A8A8A", ":", 2.2)
 STYLE = {
@@ -43,6 +47,7 @@ STYLE = {
     "axes.spines.right": False,
     "axes.edgecolor": "#444444",
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#E6E6E6",
     "figure.facecolor": "white",
     "svg.hashsalt": "sigsoftmax",
@@ -72,7 +77,7 @@ def draw_bottleneck(results: Sequence[CapacityResult], truth: Spectrum, width: i
     written = []
     with mpl.rc_context(STYLE):  # type: ignore[arg-type]
         for name, panels in figures.items():
-            figure = Figure(figsize=(6.6 * len(panels), 5.0), layout="constrained")
+            figure = Figure(figsize=(7.0 * len(panels), 5.0), layout="constrained")
             FigureCanvasAgg(figure)
             for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
                 panel(axes)
@@ -88,63 +93,95 @@ def _look(head: str) -> Look:
 
 
 def _plot(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more: Any) -> None:
-    axes.plot(x, y, color=look.color, linestyle=look.line, linewidth=look.size, solid_capstyle="round", **more)
+    drawn = {"color": look.color, "linestyle": look.line, "linewidth": look.size, "zorder": look.level, **more}
+    axes.plot(x, y, solid_capstyle="round", **drawn)
 
 
 def _singular_values(axes: Axes, results: Sequence[CapacityResult], truth: Spectrum, width: int) -> None:
     here = [result for result in results if result.width == width]
     top = max(truth.largest, *(result.singular_values[0] for result in here))
-    lowest = top * 1e-10
-    for result in here:
-        look = _look(result.head)
-        # Below float64's noise the values of a matrix of low rank are rounding errors.
-        kept = [value if value > lowest else lowest / 30.0 for value in result.singular_values]
-        _plot(axes, range(1, len(kept) + 1), kept, look)
-    _plot(axes, range(1, len(truth.singular_values) + 1), [max(v, lowest / 30) for v in truth.singular_values], TRUTH)
+    lowest = top * 1e-11
+    axes.set_yscale("log")
+    axes.set_ylim(lowest, top * 3.0)
+    axes.set_xlim(0, len(truth.singular_values))
     threshold = max(result.rank_threshold for result in here)
     axes.axhline(threshold, color="#444444", linewidth=0.9, linestyle=(0, (1, 2)))
     axes.annotate(
-        "threshold of the numerical rank (float32)",
-        (1.0, threshold),
+        "rank threshold (float32)",
+        (0.14, threshold),
         xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
+        xytext=(0, -11),
         textcoords="offset points",
-        ha="right",
         fontsize=8.5,
         color="#444444",
     )
-    axes.set_yscale("log")
-    axes.set_ylim(lowest, top * 3.0)
-    axes.set_xlim(0, len(truth.singular_values) * 1.01)
+    curves = [(_look(result.head), result.singular_values, result.rank) for result in here]
+    curves.append((TRUTH, truth.singular_values, truth.press32_rank))
+    ends: list[tuple[float, str, str]] = []
+    for look, values, rank in curves:
+        # Below float64's noise the values of a matrix of low rank are rounding errors: the line leaves the picture.
+        _plot(axes, range(1, len(values) + 1), [value if value > lowest else lowest / 30.0 for value in values], look)
+        text = f"{look.label}: {rank}"
+        if values[-1] > lowest:
+            ends.append((values[-1], text, look.color))
+        else:
+            axes.annotate(text, (rank + 2.5, lowest * 30.0), color=look.color, fontsize=9.5, fontweight="bold")
+    _label_ends(axes, ends)
     axes.set_xlabel("index of the singular value")
     axes.set_ylabel("singular value of log Q")
-    axes.set_title(f"Rank: sigsoftmax breaks the cliff of softmax (d = {width})")
+    ranks = {result.head: result.rank for result in here}
+    breaks = ranks.get("sigsoftmax", 0) > ranks.get("softmax", 0)
+    claim = "sigsoftmax breaks the cliff of softmax" if breaks else "singular values of log Q"
+    axes.set_title(f"Rank: {claim} (d = {width})")
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Labels beside the right ends of curves, pushed down where they would lie on each other."""
+    low, high = (math.log10(limit) for limit in axes.get_ylim())
+    gap, place = 0.052, 1.0
+
+    def beside(text: str, height: float, color: str, weight: str) -> None:
+        axes.annotate(
+            text, (1.02, height), xycoords="axes fraction", va="center", color=color, fontsize=9.5, fontweight=weight
+        )
+
+    for number, (value, text, color) in enumerate(sorted(ends, reverse=True)):
+        place = min((math.log10(value) - low) / (high - low), place - gap)
+        if number == 0:
+            beside("measured rank:", place + gap, "#444444", "normal")
+        beside(text, place, color, "bold")
 
 
 def _kl_curves(axes: Axes, results: Sequence[CapacityResult], width: int) -> None:
     heads = list(dict.fromkeys(result.head for result in results))
-    ends: list[tuple[float, float, Look]] = []
+    # Between few widths a straight line lies below a bent curve, so all are drawn through the same widths.
+    shared = set.intersection(*({r.width for r in results if r.head == head} for head in heads))
+    shown = [result for result in results if result.width in shared]
+    highest = max(result.kl for result in shown)
     for head in heads:
-        look = _look(head)
-        curve = sorted((result.width, result.kl) for result in results if result.head == head)
-        _plot(axes, [d for d, _ in curve], [max(kl, KL_SHOWN / 30.0) for _, kl in curve], look)
-        at_width = dict(curve).get(width)
-        if at_width is not None:
-            ends.append((width, at_width, look))
+        curve = sorted((result.width, result.kl) for result in shown if result.head == head)
+        x, y = [d for d, _ in curve], [max(kl, KL_SHOWN / 30.0) for _, kl in curve]
+        _plot(axes, x, y, _look(head), marker="o", markersize=4.0)
     axes.axvline(width, color="#444444", linewidth=0.9, linestyle=(0, (1, 2)))
-    for x, y, look in ends:
-        axes.plot([x], [y], "o", color=look.color, markersize=5, zorder=5)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_ylim(KL_SHOWN, 2.5)
-    ticks = sorted({result.width for result in results if result.head != "softmax"})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_ylim(KL_SHOWN, highest * 1.4)
+    ticks = sorted(shared)
+    crowded = {tick for tick, following in itertools.pairwise(ticks) if following < 1.4 * tick}
+    axes.set_xticks(ticks, ["" if tick in crowded else str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("width d")
     axes.set_ylabel("least KL to the truth (nats)")
-    axes.set_title("Loss: sigsoftmax lies on softmax")
+    axes.set_title("Loss: sigsoftmax lies on softmax" if _coincide(results) else "Loss: the least KL at each width")
     handles = [
         axes.plot([], [], color=look.color, linestyle=look.line, linewidth=look.size, label=look.label)[0]
-        for look in (*map(_look, heads), TRUTH)
+        for look in map(_look, heads)
     ]
     axes.legend(handles=handles, loc="lower left", frameon=False, fontsize=9.5)
+
+
+def _coincide(results: Sequence[CapacityResult], *, within: float = 0.01) -> bool:
+    """Whether the KLs of sigsoftmax and softmax differ by less than a hundredth at every common width shown."""
+    softmax, sigsoftmax = ({r.width: r.kl for r in results if r.head == head} for head in ("softmax", "sigsoftmax"))
+    shown = [width for width in sigsoftmax.keys() & softmax.keys() if softmax[width] > KL_SHOWN]
+    return bool(shown) and all(abs(sigsoftmax[width] / softmax[width] - 1.0) < within for width in shown)

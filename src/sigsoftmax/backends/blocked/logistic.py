@@ -116,7 +116,11 @@ class SoftmaxRows(_FastRows):
         z = self._in_compute_dtype(logits_RV)
         anchor = z.amax(-1, keepdim=True)
         p = self._p = self._buffer("p", z)
-        torch.softmax(z if self.alpha == 1.0 else torch.mul(z, self.alpha, out=p), -1, out=p)
+        if self.alpha == 1.0:
+            torch.softmax(z, -1, out=p)
+        else:
+            # Scaled before the largest is taken off, far logits would lose digits and the largest floats overflow.
+            torch.softmax(torch.sub(z, anchor, out=p).mul_(self.alpha), -1, out=p)
         target = None
         if index_R is not None:
             self._z_y = z.gather(-1, index_R.unsqueeze(-1))
@@ -236,9 +240,11 @@ class LogisticRows(_FastRows):
     ) -> RowStats | None:
         z = self._in_compute_dtype(logits_RV)
         anchor = z.amax(-1, keepdim=True)
-        if z.numel() == 0 or not bool(((anchor > self.centre) & (anchor < torch.inf)).all()):
+        # Beyond a quarter of the largest float the gap z - anchor could overflow, and 0 * inf is NaN.
+        limit = torch.finfo(self.dtype).max / 4
+        if z.numel() == 0 or not bool(((anchor > self.centre) & (anchor < limit)).all()):
             return None
-        if not bool(z.amin() > reference.MASK):
+        if not bool(z.amin() > -limit):
             return None
         x = self._x = torch.sub(z, self.c, out=self._buffer("x", z))
         # log sigmoid(x) = min(x, 0) - log(1 + e^-|x|); the lines are those of the form's ``relative``.

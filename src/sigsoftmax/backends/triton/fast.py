@@ -1,0 +1,185 @@
+"""Softmax and sigsoftmax on a GPU: one exponential an element and pass, two passes over the row.
+
+The first pass sums relative to the largest logit of the row's first tile, so nothing is rescaled on the way; a row
+whose largest logit turns out to lie far above is summed again. With about one row in flight per multiprocessor the
+second pass reads the row from the L2 cache. Sigsoftmax needs a reciprocal an element besides; two elements share one:
+1/a = b / (a b). Derivations: docs/mathematics.md.
+
+Shapes: R rows, V classes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sigsoftmax.backends.triton import forms
+
+FAR = tl.constexpr(16.0)
+"""A row is summed again when its largest logit lies further above the first tile's; exp of it costs that many ulps."""
+SMALLEST_BEND = tl.constexpr(1e-18)
+"""Below it the bend of sigsoftmax only touches classes whose probability is smaller still; its square is a float."""
+
+
+@triton.jit
+def _tile(pointer, start, V, LANES: tl.constexpr):
+    position = start + tl.arange(0, LANES)
+    return tl.load(pointer + position, mask=position < V, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _bend(reference, c, IS_SIG: tl.constexpr):
+    """(a, b) with sigmoid(z - c) = a u / (a u + b) for u = exp(z - reference); both at most 1."""
+    if IS_SIG:
+        height = reference - c
+        decay = tl.exp(-tl.abs(height))
+        a = tl.where(height < 0, decay, 1.0)
+        b = tl.where(height < 0, 1.0, tl.maximum(decay, SMALLEST_BEND))
+        return a, b
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def _row_offset(reference, alpha, c, IS_SIG: tl.constexpr):
+    if IS_SIG:
+        return reference + tl.minimum(reference - c, 0.0)
+    else:
+        return alpha * reference
+
+
+@triton.jit
+def _sum_row(pointer, reference, alpha, a, b, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """sum g / e^offset over the row, and its largest logit."""
+    total = tl.zeros([LANES], tl.float32)
+    largest = tl.full([LANES], -float("inf"), tl.float32)
+    scale = alpha * forms.LOG2_E
+    for start in range(0, V, 2 * LANES):
+        z0 = _tile(pointer, start, V, LANES)
+        z1 = _tile(pointer, start + LANES, V, LANES)
+        largest = tl.maximum(largest, tl.maximum(z0, z1))
+        u0 = tl.exp2((z0 - reference) * scale)
+        u1 = tl.exp2((z1 - reference) * scale)
+        if IS_SIG:
+            d0 = a * u0 + b
+            d1 = a * u1 + b
+            total += (u0 * u0 * d1 + u1 * u1 * d0) * forms.reciprocal(d0 * d1)
+        else:
+            total += u0 + u1
+    return tl.sum(total, 0), tl.max(largest, 0)
+
+
+@triton.jit
+def rows_kernel(
+    logits,
+    logits_stride,
+    out,
+    out_stride,
+    index,
+    by_normalizer,
+    by_target,
+    z_slope,
+    anchor_R,
+    offset_R,
+    normalizer_R,
+    target_R,
+    R,
+    V,
+    alpha,
+    c,
+    IS_SIG: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_Z_SLOPE: tl.constexpr,
+    STATS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Measure rows, write their gradient, or both. ``out`` may be ``logits``."""
+    for row in range(tl.program_id(0), R, tl.num_programs(0)):
+        pointer = logits + (tl.full((), 1, tl.int64) * row) * logits_stride
+        if HAS_INDEX:
+            y = tl.load(index + row)
+            z_y = tl.load(pointer + y).to(tl.float32)
+        if STATS:
+            first = _tile(pointer, 0, V, LANES)
+            reference = tl.max(first, 0)
+            reference = tl.where(reference == -float("inf"), 0.0, reference)
+            a, b = _bend(reference, c, IS_SIG)
+            total, anchor = _sum_row(pointer, reference, alpha, a, b, V, IS_SIG, LANES)
+            anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+            if tl.abs(anchor - reference) > FAR:
+                reference = anchor
+                a, b = _bend(reference, c, IS_SIG)
+                total, _ = _sum_row(pointer, reference, alpha, a, b, V, IS_SIG, LANES)
+            offset = _row_offset(anchor, alpha, c, IS_SIG)
+            normalizer = tl.log(total) + (_row_offset(reference, alpha, c, IS_SIG) - offset)
+            tl.store(anchor_R + row, anchor)
+            tl.store(offset_R + row, offset)
+            tl.store(normalizer_R + row, normalizer)
+            if HAS_INDEX:
+                gap = (z_y - anchor) * alpha
+                if IS_SIG:
+                    # The line left of the bend is taken from the gap, as in the form's ``relative``.
+                    x = z_y - c
+                    tail = -tl.log(1.0 + tl.exp(-tl.abs(x)))
+                    line = tl.where(anchor > c, tl.minimum(x, 0.0), z_y - anchor)
+                    gap = gap + line + tail
+                # -inf is a mask: inf - inf must not come of it.
+                tl.store(target_R + row, tl.where(z_y == -float("inf"), z_y, gap))
+        else:
+            reference = tl.load(anchor_R + row)
+            offset = tl.load(offset_R + row)
+            normalizer = tl.load(normalizer_R + row)
+            a, b = _bend(reference, c, IS_SIG)
+            total = tl.exp(normalizer)
+        if GRADIENT:
+            by_n = tl.load(by_normalizer + row)
+            if HAS_Z_SLOPE:
+                z_scale = tl.load(z_slope + row)
+                by_n += tl.where(z_scale == 0, 0.0, z_scale * (offset + normalizer))
+            by_s = tl.full((), 0.0, tl.float32)
+            if HAS_INDEX:
+                by_s = tl.load(by_target + row)
+            is_unused = (by_n == 0) & (by_s == 0)
+            target_pointer = out + (tl.full((), 1, tl.int64) * row) * out_stride
+            scale = alpha * forms.LOG2_E
+            factor = by_n / total * alpha
+            if is_unused:
+                for start in range(0, V, LANES):
+                    position = start + tl.arange(0, LANES)
+                    tl.store(
+                        target_pointer + position,
+                        tl.zeros([LANES], tl.float32).to(out.dtype.element_ty),
+                        mask=position < V,
+                    )
+            else:
+                for start in range(0, V, 2 * LANES):
+                    position0 = start + tl.arange(0, LANES)
+                    position1 = position0 + LANES
+                    u0 = tl.exp2((_tile(pointer, start, V, LANES) - reference) * scale)
+                    u1 = tl.exp2((_tile(pointer, start + LANES, V, LANES) - reference) * scale)
+                    if IS_SIG:
+                        d0 = a * u0 + b
+                        d1 = a * u1 + b
+                        shared = forms.reciprocal(d0 * d1)
+                        q0 = u0 * (d1 * shared)
+                        q1 = u1 * (d0 * shared)
+                        g0 = (u0 * q0) * (factor * (2.0 - a * q0))
+                        g1 = (u1 * q1) * (factor * (2.0 - a * q1))
+                    else:
+                        g0 = factor * u0
+                        g1 = factor * u1
+                    tl.store(target_pointer + position0, g0.to(out.dtype.element_ty), mask=position0 < V)
+                    tl.store(target_pointer + position1, g1.to(out.dtype.element_ty), mask=position1 < V)
+                if HAS_INDEX:
+                    u = tl.exp2((z_y - reference) * scale)
+                    slope = alpha + 0.0 * u
+                    at_target = factor * u
+                    if IS_SIG:
+                        q = u / (a * u + b)
+                        at_target = (u * q) * (factor * (2.0 - a * q))
+                        slope = 2.0 - forms.sigmoid(z_y - c)
+                    slope = tl.where(z_y == -float("inf"), 1.0, slope)
+                    # Every thread of the block has stored its tiles before the target is put right.
+                    tl.debug_barrier()
+                    tl.store(target_pointer + y, (at_target + by_s * slope).to(out.dtype.element_ty))

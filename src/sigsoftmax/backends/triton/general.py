@@ -1,0 +1,255 @@
+"""Any built-in form on a GPU, with weights over all classes, entropy and gradients of the arguments.
+
+Three passes over a row: its largest logit, the sums, the gradient. The row stays in the caches meanwhile.
+
+Shapes: R rows, V classes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sigsoftmax.backends.triton import forms
+
+
+@triton.jit
+def _argument(pointer, value, IS_POINTER: tl.constexpr):
+    if IS_POINTER:
+        return tl.load(pointer).to(tl.float32)
+    else:
+        return value
+
+
+@triton.jit
+def rows_kernel(
+    logits,
+    logits_stride,
+    out,
+    out_stride,
+    index,
+    dense,
+    dense_stride,
+    by_normalizer,
+    by_target,
+    by_dense,
+    z_slope,
+    anchor_R,
+    offset_R,
+    normalizer_R,
+    target_R,
+    dense_R,
+    entropy_R,
+    by_arguments_R3,
+    alpha_pointer,
+    beta_pointer,
+    c_pointer,
+    centre_pointer,
+    alpha_value,
+    beta_value,
+    c_value,
+    V,
+    FORM: tl.constexpr,
+    ALPHA_IS_POINTER: tl.constexpr,
+    BETA_IS_POINTER: tl.constexpr,
+    C_IS_POINTER: tl.constexpr,
+    C_PER_CLASS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_DENSE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_Z_SLOPE: tl.constexpr,
+    STATS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    ARGUMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    pointer = logits + row.to(tl.int64) * logits_stride
+    dense_pointer = dense + row.to(tl.int64) * dense_stride
+    alpha = _argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
+    beta = _argument(beta_pointer, beta_value, BETA_IS_POINTER)
+    if C_PER_CLASS:
+        c = 0.0
+        centre = tl.load(centre_pointer).to(tl.float32)
+    else:
+        c = _argument(c_pointer, c_value, C_IS_POINTER)
+        centre = c
+    lanes = tl.arange(0, BLOCK)
+    if HAS_INDEX:
+        y = tl.load(index + row)
+        z_y = tl.load(pointer + y).to(tl.float32)
+        if C_PER_CLASS:
+            c_y = tl.load(c_pointer + y).to(tl.float32)
+        else:
+            c_y = c
+    if STATS:
+        largest = tl.full([BLOCK], -float("inf"), tl.float32)
+        for start in range(0, V, BLOCK):
+            position = start + lanes
+            z = tl.load(pointer + position, mask=position < V, other=-float("inf")).to(tl.float32)
+            largest = tl.maximum(largest, z)
+        anchor = tl.max(largest, 0)
+        anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+        # The largest logit need not have the largest phi: shifts per class, gss with k < 0.
+        top = tl.full([BLOCK], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        weighted = tl.zeros([BLOCK], tl.float32)
+        dense_sum = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, V, BLOCK):
+            position = start + lanes
+            z = tl.load(pointer + position, mask=position < V, other=-float("inf")).to(tl.float32)
+            is_kept = z != -float("inf")
+            if C_PER_CLASS:
+                c = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
+            value = forms.relative(tl.where(is_kept, z, anchor), anchor, alpha, beta, c, centre, FORM)
+            value = tl.where(is_kept, value, -float("inf"))
+            new_top = tl.maximum(top, value)
+            safe_top = tl.where(new_top == -float("inf"), 0.0, new_top)
+            shrink = tl.exp(top - safe_top)
+            weight = tl.exp(value - safe_top)
+            total = total * shrink + weight
+            if HAS_ENTROPY:
+                weighted = weighted * shrink + tl.where(weight == 0, 0.0, weight * value)
+            top = new_top
+            if HAS_DENSE:
+                share = tl.load(dense_pointer + position, mask=position < V, other=0.0)
+                dense_sum += tl.where(position < V, share * value, 0.0)
+        row_top = tl.max(top, 0)
+        row_top = tl.where(row_top == -float("inf"), 0.0, row_top)
+        lane_scale = tl.exp(top - row_top)
+        row_total = tl.sum(total * lane_scale, 0)
+        normalizer = row_top + tl.log(row_total)
+        row_offset = forms.offset(anchor, alpha, beta, c_y if HAS_INDEX else 0.0, centre, FORM)
+        tl.store(anchor_R + row, anchor)
+        tl.store(offset_R + row, row_offset)
+        tl.store(normalizer_R + row, normalizer)
+        if HAS_INDEX:
+            at_target = forms.relative(
+                tl.where(z_y == -float("inf"), anchor, z_y), anchor, alpha, beta, c_y, centre, FORM
+            )
+            tl.store(target_R + row, tl.where(z_y == -float("inf"), z_y, at_target))
+        if HAS_DENSE:
+            tl.store(dense_R + row, tl.sum(dense_sum, 0))
+        if HAS_ENTROPY:
+            tl.store(entropy_R + row, normalizer - tl.sum(weighted * lane_scale, 0) / row_total)
+    else:
+        anchor = tl.load(anchor_R + row)
+        row_offset = tl.load(offset_R + row)
+        normalizer = tl.load(normalizer_R + row)
+    if GRADIENT:
+        by_n = tl.load(by_normalizer + row)
+        if HAS_Z_SLOPE:
+            z_scale = tl.load(z_slope + row)
+            by_n += tl.where(z_scale == 0, 0.0, z_scale * (row_offset + normalizer))
+        by_s = tl.full((), 0.0, tl.float32)
+        if HAS_INDEX:
+            by_s = tl.load(by_target + row)
+        by_d = tl.full((), 0.0, tl.float32)
+        if HAS_DENSE:
+            by_d = tl.load(by_dense + row)
+        is_used = (by_n != 0) | (by_s != 0) | (by_d != 0)
+        target_pointer = out + row.to(tl.int64) * out_stride
+        by_alpha = tl.zeros([BLOCK], tl.float32)
+        by_beta = tl.zeros([BLOCK], tl.float32)
+        by_c = tl.zeros([BLOCK], tl.float32)
+        sum_by_phi = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, V, BLOCK):
+            position = start + lanes
+            inside = position < V
+            z = tl.load(pointer + position, mask=inside, other=-float("inf")).to(tl.float32)
+            is_kept = z != -float("inf")
+            safe_z = tl.where(is_kept, z, anchor)
+            if C_PER_CLASS:
+                c = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)
+            value = forms.relative(safe_z, anchor, alpha, beta, c, centre, FORM)
+            by_phi = tl.where(is_kept, by_n * tl.exp(value - normalizer), 0.0)
+            if HAS_DENSE:
+                by_phi += by_d * tl.load(dense_pointer + position, mask=inside, other=0.0)
+            if HAS_INDEX:
+                by_phi += tl.where(position == y, by_s, 0.0)
+            # A NaN in a row or class that the loss does not depend on must not reach the gradient.
+            by_phi = tl.where(inside, by_phi, 0.0)
+            by_phi = tl.where(is_used, by_phi, 0.0)
+            slope = tl.where(is_kept, forms.slope(safe_z, alpha, beta, c, FORM), 1.0)
+            gradient = tl.where(by_phi == 0, 0.0, by_phi * slope)
+            if ARGUMENTS:
+                counted = tl.where(is_kept & (by_phi != 0), by_phi, 0.0)
+                sum_by_phi += counted
+                gap = tl.maximum(safe_z - anchor, -3.0e38)
+                by_alpha += tl.where(counted == 0, 0.0, counted * gap)
+                log_sigmoid = forms.relative(safe_z, anchor, 0.0, 1.0, c, centre, FORM)
+                by_beta += tl.where(counted == 0, 0.0, counted * log_sigmoid)
+                by_c -= counted * beta * forms.sigmoid(c - safe_z)
+            tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=inside)
+        if ARGUMENTS:
+            row_sum = tl.sum(sum_by_phi, 0)
+            tl.store(by_arguments_R3 + row * 3, tl.sum(by_alpha, 0) + tl.where(row_sum == 0, 0.0, row_sum * anchor))
+            line = tl.minimum(anchor - centre, 0.0)
+            tl.store(by_arguments_R3 + row * 3 + 1, tl.sum(by_beta, 0) + tl.where(row_sum == 0, 0.0, row_sum * line))
+            tl.store(by_arguments_R3 + row * 3 + 2, tl.sum(by_c, 0))
+
+
+@triton.jit
+def per_class_kernel(
+    logits,
+    logits_stride,
+    index,
+    dense,
+    dense_stride,
+    by_normalizer,
+    by_target,
+    by_dense,
+    anchor_R,
+    normalizer_R,
+    by_c_V,
+    alpha_pointer,
+    beta_pointer,
+    c_pointer,
+    centre_pointer,
+    alpha_value,
+    beta_value,
+    R,
+    V,
+    ALPHA_IS_POINTER: tl.constexpr,
+    BETA_IS_POINTER: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_DENSE: tl.constexpr,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add dL/dc of each class, a sum over rows: one program for a block of classes, so that the order is fixed.
+
+    It runs before the gradient overwrites the logits.
+    """
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < V
+    alpha = _argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
+    beta = _argument(beta_pointer, beta_value, BETA_IS_POINTER)
+    centre = tl.load(centre_pointer).to(tl.float32)
+    c = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, R, ROWS):
+        row = start + tl.arange(0, ROWS)
+        is_row = row < R
+        row64 = row.to(tl.int64)[:, None]
+        both = is_row[:, None] & inside[None, :]
+        z = tl.load(logits + row64 * logits_stride + position[None, :], mask=both, other=-float("inf")).to(tl.float32)
+        is_kept = z != -float("inf")
+        anchor = tl.load(anchor_R + row, mask=is_row, other=0.0)[:, None]
+        normalizer = tl.load(normalizer_R + row, mask=is_row, other=0.0)[:, None]
+        by_n = tl.load(by_normalizer + row, mask=is_row, other=0.0)[:, None]
+        safe_z = tl.where(is_kept, z, anchor)
+        value = forms.relative(safe_z, anchor, alpha, beta, c, centre, FORM)
+        by_phi = tl.where(is_kept & (by_n != 0), by_n * tl.exp(value - normalizer), 0.0)
+        if HAS_DENSE:
+            by_d = tl.load(by_dense + row, mask=is_row, other=0.0)[:, None]
+            share = tl.load(dense + row64 * dense_stride + position[None, :], mask=both, other=0.0)
+            by_phi += tl.where(is_kept & (by_d != 0), by_d * share, 0.0)
+        if HAS_INDEX:
+            y = tl.load(index + row, mask=is_row, other=-1)[:, None]
+            by_s = tl.load(by_target + row, mask=is_row, other=0.0)[:, None]
+            by_phi += tl.where((position[None, :] == y) & is_kept, by_s, 0.0)
+        total -= tl.where(by_phi == 0, 0.0, by_phi * beta * forms.sigmoid(c - safe_z))
+    before = tl.load(by_c_V + position, mask=inside, other=0.0)
+    tl.store(by_c_V + position, before + tl.sum(total, 0), mask=inside)

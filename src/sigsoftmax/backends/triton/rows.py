@@ -1,0 +1,336 @@
+"""The two routines of the interface, launched on a GPU.
+
+Shapes: R rows, V classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.backends.interface import RowCoefficients, RowStats
+from sigsoftmax.backends.triton import fast, forms, general
+from sigsoftmax.family import Form
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def routines(form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool) -> TritonRows:
+    return TritonRows(form, arguments, logits_like, needs_arguments)
+
+
+def why_refused(form: Form, dtype: torch.dtype) -> str | None:
+    if form.name not in forms.CODES:
+        return f"{form.name!r} is registered by the user and has no kernel"
+    if dtype not in DTYPES:
+        return f"logits of {dtype} (the kernels take float32, bfloat16 and float16)"
+    return None
+
+
+@lru_cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _launch_rows(device: torch.device) -> int:
+    return _multiprocessors(device.index or 0) if device.type == "cuda" else 4
+
+
+class TritonRows:
+    """Kernels for one output function; what ``stats`` measured is kept for ``gradient``."""
+
+    max_rows: int | None = None
+
+    def __init__(
+        self, form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool = False
+    ) -> None:
+        self.form = form
+        self.device = logits_like.device
+        self.needs_arguments = needs_arguments
+        self.arguments = [a.detach() for a in arguments]
+        self.values = [_value(a) for a in self.arguments]
+        self.pointers = [
+            None if v is not None else a.to(self.device) for a, v in zip(self.arguments, self.values, strict=True)
+        ]
+        self.per_class = len(self.arguments) == 3 and self.arguments[2].ndim == 1
+        self.centre = self.pointers[2].float().mean() if self.per_class and self.pointers[2] is not None else None
+        alpha, beta, c = (*self.values, None, None)[:3]
+        self.is_softmax = form.name == "logistic" and beta == 0.0 and alpha is not None
+        self.is_sigsoftmax = form.name == "logistic" and alpha == beta == 1.0 and c is not None
+        self.is_fast = (self.is_softmax or self.is_sigsoftmax) and not needs_arguments
+        self._sums = [torch.zeros(a.shape, dtype=torch.float32, device=self.device) for a in self.arguments]
+        self._anchor: Tensor | None = None
+
+    def stats(
+        self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
+    ) -> RowStats:
+        return self._run(logits_RV, index_R, dense, argmax=argmax, entropy=entropy, stats=None, coefficients=None)
+
+    def gradient(
+        self,
+        logits_RV: Tensor,
+        stats: RowStats,
+        coefficients: RowCoefficients,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        out_RV: Tensor,
+    ) -> None:
+        self._run(logits_RV, index_R, dense, stats=stats, coefficients=coefficients, out_RV=out_RV)
+
+    def stats_and_gradient(
+        self,
+        logits_RV: Tensor,
+        coefficients: RowCoefficients,
+        z_slope_R: Tensor | None,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        out_RV: Tensor,
+        argmax: bool,
+        entropy: bool,
+    ) -> RowStats:
+        """Both in one pass, where the coefficients do not wait for the stats: by_normalizer += z_slope * log sum g."""
+        return self._run(
+            logits_RV,
+            index_R,
+            dense,
+            argmax=argmax,
+            entropy=entropy,
+            stats=None,
+            coefficients=coefficients,
+            z_slope_R=z_slope_R,
+            out_RV=out_RV,
+        )
+
+    def argument_gradients(self) -> list[Tensor]:
+        return self._sums
+
+    def _run(
+        self,
+        logits_RV: Tensor,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        *,
+        stats: RowStats | None,
+        coefficients: RowCoefficients | None,
+        argmax: bool = False,
+        entropy: bool = False,
+        z_slope_R: Tensor | None = None,
+        out_RV: Tensor | None = None,
+    ) -> RowStats:
+        rows = logits_RV.shape[0]
+        if argmax and out_RV is not None and out_RV.data_ptr() == logits_RV.data_ptr():
+            # The gradient will overwrite what argmax reads.
+            best = self._argmax(logits_RV)
+        else:
+            best = None
+        measure = stats is None
+        if stats is None:
+            vectors = torch.empty(6, rows, dtype=torch.float32, device=self.device)
+            self._anchor = vectors[0]
+            stats = RowStats(
+                vectors[1],
+                vectors[2],
+                None if index_R is None else vectors[3],
+                None if dense is None else vectors[4],
+                None,
+                vectors[5] if entropy else None,
+            )
+        if rows:
+            launch = self._launch_fast if self.is_fast and dense is None and not entropy else self._launch_general
+            launch(logits_RV, index_R, dense, stats, coefficients, z_slope_R, out_RV, measure)
+        if argmax and best is None:
+            best = self._argmax(logits_RV)
+        return stats._replace(argmax=best) if best is not None else stats
+
+    def _argmax(self, logits_RV: Tensor) -> Tensor:
+        if self.form.name == "logistic" and (self.per_class or not self.is_fast):
+            from sigsoftmax.backends import reference
+
+            return reference.rows(logits_RV, self.form, self.arguments).relative.argmax(-1)
+        return logits_RV.argmax(-1)
+
+    def _launch_fast(
+        self,
+        logits_RV: Tensor,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        stats: RowStats,
+        coefficients: RowCoefficients | None,
+        z_slope_R: Tensor | None,
+        out_RV: Tensor | None,
+        measure: bool,
+    ) -> None:
+        rows, classes = logits_RV.shape
+        unused = self._anchor
+        lanes, warps, per_processor = fast_shape(classes, logits_RV.element_size())
+        fast.rows_kernel[(min(rows, per_processor * _launch_rows(self.device)),)](
+            logits_RV,
+            logits_RV.stride(0),
+            logits_RV if out_RV is None else out_RV,
+            logits_RV.stride(0) if out_RV is None else out_RV.stride(0),
+            unused if index_R is None else index_R,
+            unused if coefficients is None else coefficients.normalizer,
+            unused if coefficients is None or coefficients.target is None else coefficients.target,
+            unused if z_slope_R is None else z_slope_R,
+            self._anchor,
+            stats.offset,
+            stats.normalizer,
+            unused if stats.target is None else stats.target,
+            rows,
+            classes,
+            self.values[0],
+            self.values[2],
+            IS_SIG=self.is_sigsoftmax,
+            HAS_INDEX=index_R is not None,
+            HAS_Z_SLOPE=z_slope_R is not None,
+            STATS=measure,
+            GRADIENT=coefficients is not None,
+            LANES=lanes,
+            num_warps=warps,
+        )
+
+    def _launch_general(
+        self,
+        logits_RV: Tensor,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        stats: RowStats,
+        coefficients: RowCoefficients | None,
+        z_slope_R: Tensor | None,
+        out_RV: Tensor | None,
+        measure: bool,
+    ) -> None:
+        rows, classes = logits_RV.shape
+        unused = self._anchor
+        wants_arguments = self.needs_arguments and coefficients is not None
+        if wants_arguments and self.per_class and measure:
+            # The sums over rows need the logits and all rows' statistics, so the gradient has to wait for both.
+            self._launch_general(logits_RV, index_R, dense, stats, None, None, None, True)
+            assert coefficients is not None
+            if z_slope_R is not None:
+                slope = torch.where(z_slope_R == 0, 0.0, z_slope_R * (stats.offset + stats.normalizer))
+                coefficients = coefficients._replace(normalizer=coefficients.normalizer + slope)
+                z_slope_R = None
+            measure = False
+        if wants_arguments and self.per_class:
+            assert coefficients is not None
+            self._launch_per_class(logits_RV, index_R, dense, stats, coefficients)
+        by_arguments = torch.empty(rows if wants_arguments else 0, 3, dtype=torch.float32, device=self.device)
+        block, warps = general_shape(classes)
+        general.rows_kernel[(rows,)](
+            logits_RV,
+            logits_RV.stride(0),
+            logits_RV if out_RV is None else out_RV,
+            logits_RV.stride(0) if out_RV is None else out_RV.stride(0),
+            unused if index_R is None else index_R,
+            unused if dense is None else dense,
+            dense.stride(0) if dense is not None and dense.ndim == 2 else 0,
+            unused if coefficients is None else coefficients.normalizer,
+            unused if coefficients is None or coefficients.target is None else coefficients.target,
+            unused if coefficients is None or coefficients.dense is None else coefficients.dense,
+            unused if z_slope_R is None else z_slope_R,
+            self._anchor,
+            stats.offset,
+            stats.normalizer,
+            unused if stats.target is None else stats.target,
+            unused if stats.dense is None else stats.dense,
+            unused if stats.entropy is None else stats.entropy,
+            by_arguments,
+            *self._argument_parameters(unused),
+            classes,
+            FORM=forms.CODES[self.form.name],
+            **self._argument_flags(),
+            C_PER_CLASS=self.per_class,
+            HAS_INDEX=index_R is not None,
+            HAS_DENSE=dense is not None,
+            HAS_ENTROPY=stats.entropy is not None and measure,
+            HAS_Z_SLOPE=z_slope_R is not None,
+            STATS=measure,
+            GRADIENT=coefficients is not None,
+            ARGUMENTS=wants_arguments,
+            BLOCK=block,
+            num_warps=warps,
+        )
+        if wants_arguments:
+            for i, total in enumerate(self._sums):
+                if total.ndim == 0:
+                    total += by_arguments[:, i].sum()
+
+    def _launch_per_class(
+        self,
+        logits_RV: Tensor,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        stats: RowStats,
+        coefficients: RowCoefficients,
+    ) -> None:
+        rows, classes = logits_RV.shape
+        unused = self._anchor
+        pointers = self._argument_parameters(unused)
+        block = 64
+        general.per_class_kernel[(-(-classes // block),)](
+            logits_RV,
+            logits_RV.stride(0),
+            unused if index_R is None else index_R,
+            unused if dense is None else dense,
+            dense.stride(0) if dense is not None and dense.ndim == 2 else 0,
+            coefficients.normalizer,
+            unused if coefficients.target is None else coefficients.target,
+            unused if coefficients.dense is None else coefficients.dense,
+            self._anchor,
+            stats.normalizer,
+            self._sums[2],
+            *pointers[:6],
+            rows,
+            classes,
+            ALPHA_IS_POINTER=self.values[0] is None,
+            BETA_IS_POINTER=self.values[1] is None,
+            HAS_INDEX=index_R is not None,
+            HAS_DENSE=dense is not None,
+            FORM=forms.CODES[self.form.name],
+            ROWS=16,
+            BLOCK=block,
+        )
+
+    def _argument_parameters(self, unused: Tensor | None) -> list[Any]:
+        """Pointers and values of alpha, beta and c; a form with one argument has it in alpha's place."""
+        pointers = [*self.pointers, None, None][:3]
+        values = [*self.values, None, None][:3]
+        return [
+            *(unused if p is None else p for p in pointers),
+            unused if self.centre is None else self.centre,
+            *(0.0 if v is None else v for v in values),
+        ]
+
+    def _argument_flags(self) -> dict[str, bool]:
+        pointers = [*self.pointers, None, None][:3]
+        names = ("ALPHA_IS_POINTER", "BETA_IS_POINTER", "C_IS_POINTER")
+        return {name: p is not None for name, p in zip(names, pointers, strict=True)}
+
+
+def _value(argument: Tensor) -> float | None:
+    """The value of a fixed scalar, which lives on the CPU; reading one from the device would wait for it."""
+    return float(argument) if argument.ndim == 0 and argument.device.type == "cpu" else None
+
+
+def fast_shape(classes: int, element_size: int) -> tuple[int, int, int]:
+    """Lanes of a tile, warps, and programs for each multiprocessor."""
+    import triton
+
+    lanes = min(4096, max(128, triton.next_power_of_2(-(-classes // 2))))
+    warps = max(4, min(16, lanes // 256))
+    # Rows in flight must fit the L2 cache twice over: what is read again, and what is written.
+    row_bytes = classes * element_size
+    per_processor = 1 if row_bytes > 160 * 1024 else max(1, min(8, 32 // warps))
+    return lanes, warps, per_processor
+
+
+def general_shape(classes: int) -> tuple[int, int]:
+    import triton
+
+    block = min(4096, max(128, triton.next_power_of_2(classes)))
+    return block, max(4, min(16, block // 256))
