@@ -102,9 +102,7 @@ def test_an_empty_environment_variable_is_none(monkeypatch: pytest.MonkeyPatch) 
 def test_an_unknown_backend_is_refused_and_the_known_ones_are_listed(
     operation: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        ValueError, match=r"^unknown backend 'cuda' \(the argument backend=\); known: reference, .*blocked$"
-    ):
+    with pytest.raises(ValueError, match=r"^unknown backend 'cuda' \(the argument backend=\); known: reference, "):
         operation(backend="cuda")
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "quick")
     with pytest.raises(ValueError, match=r"^unknown backend 'quick' \(the environment variable SIGSOFTMAX_BACKEND\);"):
@@ -130,7 +128,7 @@ def test_targets_with_a_gradient_go_to_the_reference_or_are_refused() -> None:
     assert decision is not None
     assert decision.backend == "reference"
     assert "require a gradient need plain autograd" in decision.refused["blocked"]
-    with pytest.raises(ValueError, match="backend 'blocked' cannot be used: .*; pass backend='reference'"):
+    with pytest.raises(ValueError, match=r"backend 'blocked' cannot be used: .*; pass backend='reference'"):
         sigsoftmax.cross_entropy(Z, target, function="softmax", backend="blocked")
     with torch.no_grad():
         sigsoftmax.cross_entropy(Z, target, function="softmax")
@@ -141,7 +139,7 @@ def test_an_environment_that_asks_for_a_fast_backend_is_not_overridden_silently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "blocked")
-    with pytest.raises(ValueError, match="backend 'blocked' cannot be used: the inputs are inside torch.func"):
+    with pytest.raises(ValueError, match=r"backend 'blocked' cannot be used: the inputs are inside torch\.func"):
         torch.func.vmap(lambda z: sigsoftmax.log_sigsoftmax(z))(Z)
 
 

@@ -291,9 +291,8 @@ def test_errors_of_linear_losses_are_no_larger_than_plain_torchs(label: str, dty
         plain = F.cross_entropy(member.phi(F.linear(hidden, weight, bias).to(wide)), target)
         truth = F.cross_entropy(member.phi(F.linear(*exact)), target)
         true_gradients = gradients(truth, exact)
-        for name, a, p, e in zip(
-            ("input", "weight", "bias"), gradients(actual, inputs), gradients(plain, inputs), true_gradients
-        ):
+        found, plainly = gradients(actual, inputs), gradients(plain, inputs)
+        for name, a, p, e in zip(("input", "weight", "bias"), found, plainly, true_gradients, strict=True):
             bound = SLACK * frobenius_error(p, e) + 0.5 * eps * float(e.norm())
             assert frobenius_error(a, e) <= bound, f"{name}, deviation {deviation}"
 

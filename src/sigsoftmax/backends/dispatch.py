@@ -37,7 +37,7 @@ def _why_not_triton(form: Form, dtype: torch.dtype, device: torch.device) -> str
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not is_interpreted:
         return f"the tensors are on {device.type}, not on a CUDA device"
-    if not _has_triton():
+    if not has_triton():
         return "the package triton is not installed"
     from sigsoftmax.backends.triton import rows
 
@@ -45,7 +45,7 @@ def _why_not_triton(form: Form, dtype: torch.dtype, device: torch.device) -> str
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 

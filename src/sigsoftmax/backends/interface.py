@@ -17,6 +17,8 @@ from torch import Tensor
 class RowStats(NamedTuple):
     """Each of shape (R,)."""
 
+    anchor: Tensor
+    """the largest logit"""
     offset: Tensor
     normalizer: Tensor
     """log sum_j g(z_j) - offset"""
@@ -83,4 +85,19 @@ class FusedRowRoutines(RowRoutines, Protocol):
         entropy: bool,
     ) -> RowStats:
         """Measure rows and write their gradient; ``z_slope * log sum g`` is added to the normaliser's coefficient."""
+        ...
+
+    def gradient_of_classes(
+        self,
+        logits_RV: Tensor,
+        stats: RowStats,
+        coefficients: RowCoefficients,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        first_class: int,
+    ) -> None:
+        """Overwrite logits by their gradient, for a range of classes of rows that were measured before.
+
+        ``index_R`` and ``dense`` are those of all classes.
+        """
         ...

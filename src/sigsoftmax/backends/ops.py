@@ -224,6 +224,10 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
         return gradient * factor.to(gradient.dtype)
     if factor.device.type == "cpu" and bool(factor == 1):
         return gradient
+    if factor.device.type == "cuda" and dispatch.has_triton():
+        from sigsoftmax.backends.triton.scaling import scale_in_place
+
+        return scale_in_place(gradient, factor)
     return gradient.mul_(factor.to(gradient.dtype))
 
 

@@ -42,6 +42,7 @@ class FormRows:
         rows = self._rows = reference.rows(logits_RV, self.form, self.arguments)
         relative = rows.relative
         return RowStats(
+            logits_RV.amax(-1),
             rows.offset.squeeze(-1),
             rows.normalizer.squeeze(-1),
             None if index_R is None else relative.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),

@@ -125,8 +125,9 @@ class SoftmaxRows(_FastRows):
         if index_R is not None:
             self._z_y = z.gather(-1, index_R.unsqueeze(-1))
             target = ((self._z_y - anchor) * self.alpha).squeeze(-1)
-        offset = anchor.squeeze(-1) * self.alpha
-        return RowStats(offset, p.amax(-1).log_().neg_(), target, None, z.argmax(-1) if argmax else None, None)
+        largest = anchor.squeeze(-1)
+        best = z.argmax(-1) if argmax else None
+        return RowStats(largest, largest * self.alpha, p.amax(-1).log_().neg_(), target, None, best, None)
 
     def _fast_gradient(
         self, coefficients: RowCoefficients, index_R: Tensor | None, dense: Tensor | None, out_RV: Tensor
@@ -207,9 +208,8 @@ class SigsoftmaxRows(_FastRows):
         self._total = p.sum(-1, keepdim=True)
         offset = anchor if self._scale is None else anchor + (anchor - self.c).clamp_(max=0.0)
         normalizer = (self._total / largest).log_()
-        return RowStats(
-            offset.squeeze(-1), normalizer.squeeze(-1), target, None, z.argmax(-1) if argmax else None, None
-        )
+        best = z.argmax(-1) if argmax else None
+        return RowStats(anchor.squeeze(-1), offset.squeeze(-1), normalizer.squeeze(-1), target, None, best, None)
 
     def _fast_gradient(
         self, coefficients: RowCoefficients, index_R: Tensor | None, dense: Tensor | None, out_RV: Tensor
@@ -267,6 +267,7 @@ class LogisticRows(_FastRows):
         f = self._f = torch.softmax(relative, -1, out=self._buffer("f", z))
         normalizer = top - f.amax(-1, keepdim=True).log_()
         return RowStats(
+            anchor.squeeze(-1),
             (self.alpha * anchor).squeeze(-1),
             normalizer.squeeze(-1),
             None if index_R is None else relative.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),

@@ -85,6 +85,7 @@ def rows_kernel(
     target_R,
     R,
     V,
+    first_class,
     alpha,
     c,
     IS_SIG: tl.constexpr,
@@ -98,8 +99,10 @@ def rows_kernel(
     for row in range(tl.program_id(0), R, tl.num_programs(0)):
         pointer = logits + (tl.full((), 1, tl.int64) * row) * logits_stride
         if HAS_INDEX:
-            y = tl.load(index + row)
-            z_y = tl.load(pointer + y).to(tl.float32)
+            # A range of classes need not hold the target.
+            y = tl.load(index + row) - first_class
+            has_target = (y >= 0) & (y < V)
+            z_y = tl.load(pointer + y, mask=has_target, other=0.0).to(tl.float32)
         if STATS:
             first = _tile(pointer, 0, V, LANES)
             reference = tl.max(first, 0)
@@ -182,4 +185,4 @@ def rows_kernel(
                     slope = tl.where(z_y == -float("inf"), 1.0, slope)
                     # Every thread of the block has stored its tiles before the target is put right.
                     tl.debug_barrier()
-                    tl.store(target_pointer + y, (at_target + by_s * slope).to(out.dtype.element_ty))
+                    tl.store(target_pointer + y, (at_target + by_s * slope).to(out.dtype.element_ty), mask=has_target)

@@ -49,6 +49,7 @@ def rows_kernel(
     beta_value,
     c_value,
     V,
+    first_class,
     FORM: tl.constexpr,
     ALPHA_IS_POINTER: tl.constexpr,
     BETA_IS_POINTER: tl.constexpr,
@@ -76,10 +77,12 @@ def rows_kernel(
         centre = c
     lanes = tl.arange(0, BLOCK)
     if HAS_INDEX:
-        y = tl.load(index + row)
-        z_y = tl.load(pointer + y).to(tl.float32)
+        # A range of classes need not hold the target.
+        y = tl.load(index + row) - first_class
+        has_target = (y >= 0) & (y < V)
+        z_y = tl.load(pointer + y, mask=has_target, other=0.0).to(tl.float32)
         if C_PER_CLASS:
-            c_y = tl.load(c_pointer + y).to(tl.float32)
+            c_y = tl.load(c_pointer + y, mask=has_target, other=0.0).to(tl.float32)
         else:
             c_y = c
     if STATS:
@@ -210,6 +213,7 @@ def per_class_kernel(
     beta_value,
     R,
     V,
+    first_class,
     ALPHA_IS_POINTER: tl.constexpr,
     BETA_IS_POINTER: tl.constexpr,
     HAS_INDEX: tl.constexpr,
@@ -247,7 +251,7 @@ def per_class_kernel(
             share = tl.load(dense + row64 * dense_stride + position[None, :], mask=both, other=0.0)
             by_phi += tl.where(is_kept & (by_d != 0), by_d * share, 0.0)
         if HAS_INDEX:
-            y = tl.load(index + row, mask=is_row, other=-1)[:, None]
+            y = (tl.load(index + row, mask=is_row, other=-1) - first_class)[:, None]
             by_s = tl.load(by_target + row, mask=is_row, other=0.0)[:, None]
             by_phi += tl.where((position[None, :] == y) & is_kept, by_s, 0.0)
         total -= tl.where(by_phi == 0, 0.0, by_phi * beta * forms.sigmoid(c - safe_z))

@@ -63,7 +63,6 @@ class TritonRows:
         self.is_sigsoftmax = form.name == "logistic" and alpha == beta == 1.0 and c is not None
         self.is_fast = (self.is_softmax or self.is_sigsoftmax) and not needs_arguments
         self._sums = [torch.zeros(a.shape, dtype=torch.float32, device=self.device) for a in self.arguments]
-        self._anchor: Tensor | None = None
 
     def stats(
         self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
@@ -105,6 +104,26 @@ class TritonRows:
             out_RV=out_RV,
         )
 
+    def gradient_of_classes(
+        self,
+        logits_RV: Tensor,
+        stats: RowStats,
+        coefficients: RowCoefficients,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        first_class: int,
+    ) -> None:
+        last_class = first_class + logits_RV.shape[1]
+        self._run(
+            logits_RV,
+            index_R,
+            None if dense is None else dense[..., first_class:last_class],
+            stats=stats,
+            coefficients=coefficients,
+            out_RV=logits_RV,
+            first_class=first_class,
+        )
+
     def argument_gradients(self) -> list[Tensor]:
         return self._sums
 
@@ -120,6 +139,7 @@ class TritonRows:
         entropy: bool = False,
         z_slope_R: Tensor | None = None,
         out_RV: Tensor | None = None,
+        first_class: int = 0,
     ) -> RowStats:
         rows = logits_RV.shape[0]
         if argmax and out_RV is not None and out_RV.data_ptr() == logits_RV.data_ptr():
@@ -130,8 +150,8 @@ class TritonRows:
         measure = stats is None
         if stats is None:
             vectors = torch.empty(6, rows, dtype=torch.float32, device=self.device)
-            self._anchor = vectors[0]
             stats = RowStats(
+                vectors[0],
                 vectors[1],
                 vectors[2],
                 None if index_R is None else vectors[3],
@@ -141,7 +161,7 @@ class TritonRows:
             )
         if rows:
             launch = self._launch_fast if self.is_fast and dense is None and not entropy else self._launch_general
-            launch(logits_RV, index_R, dense, stats, coefficients, z_slope_R, out_RV, measure)
+            launch(logits_RV, index_R, dense, stats, coefficients, z_slope_R, out_RV, measure, first_class)
         if argmax and best is None:
             best = self._argmax(logits_RV)
         return stats._replace(argmax=best) if best is not None else stats
@@ -163,9 +183,10 @@ class TritonRows:
         z_slope_R: Tensor | None,
         out_RV: Tensor | None,
         measure: bool,
+        first_class: int,
     ) -> None:
         rows, classes = logits_RV.shape
-        unused = self._anchor
+        unused = stats.anchor
         lanes, warps, per_processor = fast_shape(classes, logits_RV.element_size())
         fast.rows_kernel[(min(rows, per_processor * _launch_rows(self.device)),)](
             logits_RV,
@@ -176,12 +197,13 @@ class TritonRows:
             unused if coefficients is None else coefficients.normalizer,
             unused if coefficients is None or coefficients.target is None else coefficients.target,
             unused if z_slope_R is None else z_slope_R,
-            self._anchor,
+            stats.anchor,
             stats.offset,
             stats.normalizer,
             unused if stats.target is None else stats.target,
             rows,
             classes,
+            first_class,
             self.values[0],
             self.values[2],
             IS_SIG=self.is_sigsoftmax,
@@ -203,13 +225,14 @@ class TritonRows:
         z_slope_R: Tensor | None,
         out_RV: Tensor | None,
         measure: bool,
+        first_class: int,
     ) -> None:
         rows, classes = logits_RV.shape
-        unused = self._anchor
+        unused = stats.anchor
         wants_arguments = self.needs_arguments and coefficients is not None
         if wants_arguments and self.per_class and measure:
             # The sums over rows need the logits and all rows' statistics, so the gradient has to wait for both.
-            self._launch_general(logits_RV, index_R, dense, stats, None, None, None, True)
+            self._launch_general(logits_RV, index_R, dense, stats, None, None, None, True, 0)
             assert coefficients is not None
             if z_slope_R is not None:
                 slope = torch.where(z_slope_R == 0, 0.0, z_slope_R * (stats.offset + stats.normalizer))
@@ -218,7 +241,7 @@ class TritonRows:
             measure = False
         if wants_arguments and self.per_class:
             assert coefficients is not None
-            self._launch_per_class(logits_RV, index_R, dense, stats, coefficients)
+            self._launch_per_class(logits_RV, index_R, dense, stats, coefficients, first_class)
         by_arguments = torch.empty(rows if wants_arguments else 0, 3, dtype=torch.float32, device=self.device)
         block, warps = general_shape(classes)
         general.rows_kernel[(rows,)](
@@ -233,15 +256,16 @@ class TritonRows:
             unused if coefficients is None or coefficients.target is None else coefficients.target,
             unused if coefficients is None or coefficients.dense is None else coefficients.dense,
             unused if z_slope_R is None else z_slope_R,
-            self._anchor,
+            stats.anchor,
             stats.offset,
             stats.normalizer,
             unused if stats.target is None else stats.target,
             unused if stats.dense is None else stats.dense,
             unused if stats.entropy is None else stats.entropy,
             by_arguments,
-            *self._argument_parameters(unused),
+            *self._argument_parameters(unused, first_class),
             classes,
+            first_class,
             FORM=forms.CODES[self.form.name],
             **self._argument_flags(),
             C_PER_CLASS=self.per_class,
@@ -267,10 +291,11 @@ class TritonRows:
         dense: Tensor | None,
         stats: RowStats,
         coefficients: RowCoefficients,
+        first_class: int,
     ) -> None:
         rows, classes = logits_RV.shape
-        unused = self._anchor
-        pointers = self._argument_parameters(unused)
+        unused = stats.anchor
+        pointers = self._argument_parameters(unused, first_class)
         block = 64
         general.per_class_kernel[(-(-classes // block),)](
             logits_RV,
@@ -281,12 +306,13 @@ class TritonRows:
             coefficients.normalizer,
             unused if coefficients.target is None else coefficients.target,
             unused if coefficients.dense is None else coefficients.dense,
-            self._anchor,
+            stats.anchor,
             stats.normalizer,
-            self._sums[2],
+            self._sums[2][first_class:],
             *pointers[:6],
             rows,
             classes,
+            first_class,
             ALPHA_IS_POINTER=self.values[0] is None,
             BETA_IS_POINTER=self.values[1] is None,
             HAS_INDEX=index_R is not None,
@@ -296,9 +322,11 @@ class TritonRows:
             BLOCK=block,
         )
 
-    def _argument_parameters(self, unused: Tensor | None) -> list[Any]:
+    def _argument_parameters(self, unused: Tensor, first_class: int) -> list[Any]:
         """Pointers and values of alpha, beta and c; a form with one argument has it in alpha's place."""
         pointers = [*self.pointers, None, None][:3]
+        if self.per_class and pointers[2] is not None:
+            pointers[2] = pointers[2][first_class:]
         values = [*self.values, None, None][:3]
         return [
             *(unused if p is None else p for p in pointers),
@@ -323,10 +351,7 @@ def fast_shape(classes: int, element_size: int) -> tuple[int, int, int]:
 
     lanes = min(4096, max(128, triton.next_power_of_2(-(-classes // 2))))
     warps = max(4, min(16, lanes // 256))
-    # Rows in flight must fit the L2 cache twice over: what is read again, and what is written.
-    row_bytes = classes * element_size
-    per_processor = 1 if row_bytes > 160 * 1024 else max(1, min(8, 32 // warps))
-    return lanes, warps, per_processor
+    return lanes, warps, max(1, 48 // warps)
 
 
 def general_shape(classes: int) -> tuple[int, int]:

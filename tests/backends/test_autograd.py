@@ -1,0 +1,734 @@
+"""What torch may ask of an operation: gradients in every mode, compilation, autocast, and the ops' own contract.
+
+Shapes: N tokens, K components, V classes, d features.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.tables import BACKENDS, MEMBERS, Member, assert_same, by_label, every_backend, every_member, gradients
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+import sigsoftmax
+from sigsoftmax.backends import ops
+
+N, K, V, D = 6, 2, 7, 4
+SECOND_DERIVATIVE = r"no second derivative; pass backend='reference'"
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+TARGET = torch.tensor([0, 3, -100, 6, 1, 2])
+Operation = Callable[..., Tensor]
+
+
+def logits_loss(hidden: Tensor, weight: Tensor, bias: Tensor, prior: Tensor, **options: Any) -> Tensor:
+    """Of logits, as a function of the same four inputs as the others."""
+    z = hidden[:, 0] @ weight.t() + bias + 0.0 * prior.sum()
+    return sigsoftmax.cross_entropy(z, TARGET, **options)
+
+
+def linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor, prior: Tensor, **options: Any) -> Tensor:
+    flat = hidden[:, 0] + 0.0 * prior.sum()
+    return sigsoftmax.linear_cross_entropy(flat, weight, TARGET, linear_bias=bias, **options)
+
+
+def mixture_loss(hidden: Tensor, weight: Tensor, bias: Tensor, prior: Tensor, **options: Any) -> Tensor:
+    return sigsoftmax.mixture_cross_entropy(hidden, prior, weight, TARGET, linear_bias=bias, **options)
+
+
+def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor, prior: Tensor, **options: Any) -> Tensor:
+    return sigsoftmax.log_probs(hidden[:, 0] @ weight.t() + bias + 0.0 * prior.sum(), **options)
+
+
+def mixture_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor, prior: Tensor, **options: Any) -> Tensor:
+    return sigsoftmax.mixture_log_probs(hidden, prior, weight, linear_bias=bias, **options)
+
+
+LOSSES: tuple[Operation, ...] = (logits_loss, linear_loss, mixture_loss)
+OPERATIONS: tuple[Operation, ...] = (*LOSSES, log_probs, mixture_log_probs)
+every_loss = pytest.mark.parametrize("operation", LOSSES, ids=lambda operation: operation.__name__)
+every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+every_reduction = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+few_members = pytest.mark.parametrize(
+    "member",
+    [by_label[label] for label in ("softmax", "sigsoftmax", "shifted(b per class)", "relu", "user, phi alone")],
+    ids=str,
+)
+
+
+def four_inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [leaf(N, K, D, dtype=dtype), leaf(V, D, dtype=dtype), leaf(V, dtype=dtype), leaf(N, K, dtype=dtype)]
+
+
+# Backward, again and again
+
+
+@every_backend
+@few_members
+@every_loss
+@every_reduction
+def test_backward_twice_gives_the_same_gradients(
+    operation: Operation, member: Member, reduction: str, backend: str
+) -> None:
+    inputs = four_inputs()
+    loss = operation(*inputs, function=member.make(V), reduction=reduction, backend=backend)
+    first = [g.clone() for g in gradients(loss, inputs, retain_graph=True)]
+    second = [g.clone() for g in gradients(loss, inputs, retain_graph=True)]
+    last = gradients(loss, inputs)
+    for a, b, c in zip(first, second, last, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@every_backend
+@every_loss
+@every_reduction
+def test_what_is_done_to_a_gradient_does_not_come_back(operation: Operation, reduction: str, backend: str) -> None:
+    """A gradient changed in place, or accumulated into, leaves what the graph keeps alone."""
+    inputs = four_inputs()
+    loss = operation(*inputs, function="sigsoftmax", reduction=reduction, backend=backend)
+    by = torch.ones_like(loss)
+    first = torch.autograd.grad(loss, inputs, by, retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        g.zero_()
+    loss.backward(by, retain_graph=True)
+    for tensor, expected in zip(inputs, kept, strict=True):
+        assert torch.equal(tensor.grad, expected)
+    loss.backward(by)
+    for tensor, expected in zip(inputs, kept, strict=True):
+        assert_same(tensor.grad, 2.0 * expected, "accumulated", tolerance=1e-14)
+
+
+@every_backend
+@every_loss
+@pytest.mark.parametrize("factor", [0.0, 1.0, -2.5, 1e-3])
+def test_the_incoming_gradient_scales_the_result(operation: Operation, factor: float, backend: str) -> None:
+    inputs = four_inputs()
+    for reduction in ("mean", "sum"):
+        options: dict[str, Any] = {"function": "sigsoftmax", "reduction": reduction, "backend": backend}
+        unscaled = gradients(operation(*inputs, **options), inputs)
+        loss = operation(*inputs, **options)
+        scaled = gradients(loss, inputs, torch.tensor(factor, dtype=torch.float64))
+        for a, e in zip(scaled, unscaled, strict=True):
+            assert_same(a, factor * e, reduction, tolerance=1e-14)
+
+
+@every_backend
+@every_operation
+def test_gradients_of_single_elements(operation: Operation, backend: str) -> None:
+    """A gradient that reaches one token alone."""
+    inputs = four_inputs()
+    options: dict[str, Any] = {"function": "sigsoftmax", "backend": backend}
+    if operation in LOSSES:
+        options["reduction"] = "none"
+    result = operation(*inputs, **options)
+    truth = operation(*inputs, **{**options, "backend": "reference"})
+    for index in (0, result.numel() - 1):
+        by = torch.zeros_like(result)
+        by.view(-1)[index] = 1.0
+        actual = torch.autograd.grad(result, inputs, by, retain_graph=True)
+        expected = torch.autograd.grad(truth, inputs, by, retain_graph=True)
+        for a, e in zip(actual, expected, strict=True):
+            assert_same(a, e)
+
+
+@every_backend
+@every_operation
+@every_member
+def test_inputs_are_never_overwritten(operation: Operation, member: Member, backend: str) -> None:
+    inputs = four_inputs()
+    values = member.learned(V)
+    before = [t.detach().clone() for t in (*inputs, *values.values())]
+    result = (
+        operation(*inputs, function=member.make(V, **values), prior_function="softmax", backend=backend)
+        if (operation in (mixture_loss, mixture_log_probs))
+        else operation(*inputs, function=member.make(V, **values), backend=backend)
+    )
+    by = torch.rand_like(result)
+    by_before = by.clone()
+    torch.autograd.grad(result, [*inputs, *values.values()], by)
+    for tensor, expected in zip((*inputs, *values.values()), before, strict=True):
+        assert torch.equal(tensor.detach(), expected)
+    assert torch.equal(by, by_before)
+
+
+@every_backend
+def test_logits_that_are_changed_after_a_loss_are_noticed_or_do_not_matter(backend: str) -> None:
+    """A gradient computed in the forward pass needs the logits no more; one that is recomputed says that they moved."""
+    z = torch.randn(N, V, dtype=torch.float64)
+    expected = {}
+    for reduction in ("mean", "none"):
+        logits = z.clone().requires_grad_()
+        loss = sigsoftmax.cross_entropy(logits, TARGET, function="sigsoftmax", reduction=reduction, backend=backend)
+        (expected[reduction],) = torch.autograd.grad(loss.sum(), logits)
+    for reduction in ("mean", "none"):
+        logits = z.clone().requires_grad_()
+        moved = logits * 1.0
+        loss = sigsoftmax.cross_entropy(moved, TARGET, function="sigsoftmax", reduction=reduction, backend=backend)
+        with torch.no_grad():
+            moved.mul_(3.0)
+        try:
+            (actual,) = torch.autograd.grad(loss.sum(), logits)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)  # noqa: PT017
+        else:
+            assert_same(actual, expected[reduction], reduction)
+
+
+# Nothing that is not required
+
+
+@every_backend
+@every_operation
+@pytest.mark.parametrize("wanted", [0, 1, 2, 3])
+def test_each_input_alone_may_want_a_gradient(operation: Operation, wanted: int, backend: str) -> None:
+    inputs = four_inputs()
+    options: dict[str, Any] = {"function": "sigsoftmax", "backend": backend}
+    everything = gradients(operation(*inputs, **options), inputs)
+    alone = [t.detach().requires_grad_(position == wanted) for position, t in enumerate(inputs)]
+    result = operation(*alone, **options)
+    assert_same(gradients(result, [alone[wanted]])[0], everything[wanted], tolerance=1e-13)
+
+
+@every_loss
+@pytest.mark.parametrize("wanted", ["hidden", "weight", "bias", "nothing"])
+def test_products_that_nobody_wants_are_not_computed(
+    operation: Operation, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that the op returns: those that are wanted, and empty ones."""
+    if operation is logits_loss:
+        wanted = "hidden" if wanted != "nothing" else wanted
+    found: list[tuple[Tensor, ...]] = []
+    original = ops.token_loss
+
+    def spy(*arguments: Any) -> tuple[Tensor, ...]:
+        found.append(original(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(ops, "token_loss", spy)
+    names = ("hidden", "weight", "bias", "prior")
+    inputs = [t.detach().requires_grad_(name == wanted) for name, t in zip(names, four_inputs(), strict=True)]
+    operation(*inputs, function="sigsoftmax", backend="blocked")
+    (results,) = found
+    sizes = dict(zip((*names, "arguments"), (g.numel() for g in results[5:]), strict=True))
+    assert [name for name, size in sizes.items() if size] == [name for name in names if name == wanted]
+
+
+@every_operation
+def test_no_grad_computes_no_gradient(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = four_inputs()
+    results: list[Any] = []
+    for name in ("token_loss", "log_probs"):
+        monkeypatch.setattr(ops, name, _recording(getattr(ops, name), results))
+    expected = operation(*inputs, function="sigsoftmax", backend="reference").detach()
+    with torch.no_grad():
+        actual = operation(*inputs, function="sigsoftmax", backend="blocked")
+    assert not actual.requires_grad
+    assert_same(actual, expected)
+    (result,) = results
+    if operation in LOSSES:
+        assert all(g.numel() == 0 for g in result[5:])
+
+
+def _recording(original: Callable[..., Any], results: list[Any]) -> Callable[..., Any]:
+    def record(*arguments: Any) -> Any:
+        results.append(original(*arguments))
+        return results[-1]
+
+    return record
+
+
+@every_backend
+@every_operation
+def test_inference_mode(operation: Operation, backend: str) -> None:
+    inputs = four_inputs()
+    expected = operation(*inputs, function="sigsoftmax", backend="reference").detach()
+    with torch.inference_mode():
+        actual = operation(*inputs, function="sigsoftmax", backend=backend)
+        assert_same(actual, expected)
+
+
+# gradcheck, and derivatives beyond the first
+
+
+@every_backend
+@every_operation
+@few_members
+def test_gradcheck(operation: Operation, member: Member, backend: str) -> None:
+    # relu has a corner: logits on one side of it.
+    inputs = four_inputs()
+    if member.name == "relu":
+        inputs = [t.detach().abs().add(0.1).requires_grad_() for t in inputs]
+    values = member.learned(V)
+    options: dict[str, Any] = {"backend": backend}
+    if operation in (mixture_loss, mixture_log_probs):
+        options["prior_function"] = "softmax"
+        options["floor"] = 1e-3
+    if operation in LOSSES:
+        options |= {"label_smoothing": 0.1, "z_loss": 0.01}
+
+    def call(*tensors: Tensor) -> Tensor:
+        parameters = dict(zip(values, tensors[4:], strict=True))
+        return operation(*tensors[:4], function=member.make(V, **parameters), **options)
+
+    assert torch.autograd.gradcheck(call, (*inputs, *values.values()), fast_mode=True)
+
+
+@every_operation
+@few_members
+def test_second_derivatives_of_the_reference(operation: Operation, member: Member) -> None:
+    inputs = four_inputs()
+    if member.name == "relu":
+        inputs = [t.detach().abs().add(0.1).requires_grad_() for t in inputs]
+
+    def call(*tensors: Tensor) -> Tensor:
+        options: dict[str, Any] = {"function": member.make(V), "backend": "reference"}
+        if operation in (mixture_loss, mixture_log_probs):
+            options["prior_function"] = "softmax"
+        return operation(*tensors, **options)
+
+    assert torch.autograd.gradgradcheck(call, tuple(inputs), fast_mode=True)
+
+
+@every_operation
+@every_reduction
+@pytest.mark.parametrize("also_by", [False, True])
+def test_second_derivatives_of_a_fast_backend_raise(operation: Operation, reduction: str, also_by: bool) -> None:
+    """Never zeros: create_graph=True gives first derivatives, and differentiating those names the way out."""
+    inputs = four_inputs()
+    options: dict[str, Any] = {"reduction": reduction} if operation in LOSSES else {}
+    result = operation(*inputs, function="sigsoftmax", backend="blocked", **options)
+    truth = operation(*inputs, function="sigsoftmax", backend="reference", **options)
+    by = torch.rand_like(result).requires_grad_(also_by)
+    first = torch.autograd.grad(result, inputs, by, create_graph=True)
+    expected = torch.autograd.grad(truth, inputs, by.detach())
+    for a, e in zip(first, expected, strict=True):
+        assert_same(a.detach(), e)
+    for derivative in first:
+        with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
+            torch.autograd.grad(derivative.square().sum(), inputs, retain_graph=True, allow_unused=True)
+
+
+@every_reduction
+def test_second_derivatives_by_token_weights_raise_too(reduction: str) -> None:
+    z, t = leaf(N, V), torch.rand(N, dtype=torch.float64).requires_grad_()
+    loss = sigsoftmax.cross_entropy(
+        z, TARGET, function="sigsoftmax", token_weights=t, reduction=reduction, backend="blocked"
+    )
+    by_z, by_t = torch.autograd.grad(loss.sum(), [z, t], create_graph=True)
+    with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
+        torch.autograd.grad(by_z.square().sum(), [z, t], retain_graph=True)
+    with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
+        torch.autograd.grad(by_t.square().sum(), z)
+
+
+@every_operation
+def test_forward_mode_goes_to_the_reference(operation: Operation) -> None:
+    inputs = [t.detach() for t in four_inputs()]
+    tangent = torch.randn_like(inputs[0])
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(inputs[0], tangent)
+        result = forward_ad.unpack_dual(operation(dual, *inputs[1:], function="sigsoftmax"))
+        assert sigsoftmax.explain().backend == "reference"
+        assert "forward-mode derivatives need plain autograd" in str(sigsoftmax.explain())
+        with pytest.raises(ValueError, match="backend 'blocked' cannot be used: forward-mode derivatives"):
+            operation(dual, *inputs[1:], function="sigsoftmax", backend="blocked")
+    step = 1e-6
+    upper, lower = (
+        operation(inputs[0] + sign * step * tangent, *inputs[1:], function="sigsoftmax", backend="reference")
+        for sign in (1.0, -1.0)
+    )
+    assert_same(result.tangent, (upper - lower) / (2.0 * step), tolerance=1e-7)
+    operation(*inputs, function="sigsoftmax")
+    assert sigsoftmax.explain().backend == "blocked"
+
+
+@every_operation
+def test_torch_func_grad_goes_to_the_reference(operation: Operation) -> None:
+    inputs = four_inputs()
+    detached = [t.detach() for t in inputs]
+
+    def total(hidden: Tensor, backend: str | None = None) -> Tensor:
+        return operation(hidden, *detached[1:], function="sigsoftmax", backend=backend).sum()
+
+    actual = torch.func.grad(total)(detached[0])
+    assert sigsoftmax.explain().backend == "reference"
+    assert "inside torch.func" in str(sigsoftmax.explain())
+    (expected,) = torch.autograd.grad(total(inputs[0], "blocked"), inputs[0])
+    assert_same(actual, expected)
+    with pytest.raises(
+        ValueError, match=r"backend 'blocked' cannot be used: .*torch\.func.*; pass backend='reference'"
+    ):
+        torch.func.grad(lambda hidden: total(hidden, "blocked"))(detached[0])
+
+
+def test_vmap_goes_to_the_reference() -> None:
+    """Over batches of logits and targets; each loss is what it is alone."""
+    z = torch.randn(3, N, V, dtype=torch.float64)
+    target = torch.randint(V, (3, N))
+    for reduction in ("mean", "none"):
+
+        def loss(z: Tensor, target: Tensor, reduction: str = reduction, backend: str | None = None) -> Tensor:
+            return sigsoftmax.cross_entropy(z, target, function="sigsoftmax", reduction=reduction, backend=backend)
+
+        batched = torch.func.vmap(loss)(z, target)
+        assert sigsoftmax.explain().backend == "reference"
+        assert_same(batched, torch.stack([loss(*pair) for pair in zip(z, target, strict=True)]))
+        per_sample = torch.func.vmap(torch.func.grad(lambda z, t: loss(z, t).sum()))(z, target)
+        leaf_z = z.clone().requires_grad_()
+        total = sum(loss(*pair).sum() for pair in zip(leaf_z, target, strict=True))
+        assert_same(per_sample, torch.autograd.grad(total, leaf_z)[0])
+    with pytest.raises(ValueError, match="backend 'blocked' cannot be used"):
+        torch.func.vmap(lambda z, t: loss(z, t, backend="blocked"))(z, target)
+
+
+def test_vmap_over_targets_alone_goes_to_the_reference() -> None:
+    z = torch.randn(N, V, dtype=torch.float64)
+    target = torch.randint(V, (3, N))
+    batched = torch.func.vmap(lambda t: sigsoftmax.cross_entropy(z, t, function="sigsoftmax"))(target)
+    expected = [sigsoftmax.cross_entropy(z, t, function="sigsoftmax", backend="reference") for t in target]
+    assert_same(batched, torch.stack(expected))
+
+
+@every_operation
+def test_vmap_over_hidden_vectors(operation: Operation) -> None:
+    inputs = [t.detach() for t in four_inputs()]
+    batch = torch.stack([inputs[0], 2.0 * inputs[0]])
+    actual = torch.func.vmap(lambda hidden: operation(hidden, *inputs[1:], function="sigsoftmax"))(batch)
+    expected = [operation(hidden, *inputs[1:], function="sigsoftmax", backend="reference") for hidden in batch]
+    assert_same(actual, torch.stack(expected))
+
+
+def test_hessians_by_torch_func() -> None:
+    z = torch.randn(1, V, dtype=torch.float64)
+    target = torch.tensor([2])
+    actual = torch.func.hessian(lambda z: sigsoftmax.cross_entropy(z, target, function="softmax"))(z)
+    p = torch.softmax(z[0], -1)
+    assert_same(actual.view(V, V), torch.diag(p) - torch.outer(p, p))
+
+
+# torch.compile
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled_agrees(call: Callable[..., Tensor], inputs: list[Tensor], backend: str, tolerance: float) -> None:
+    expected = call(*inputs)
+    expected_gradients = gradients(expected, inputs)
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for _ in range(2):
+        actual = compiled(*inputs)
+        assert_same(actual, expected, tolerance=tolerance)
+        for a, e in zip(gradients(actual, inputs), expected_gradients, strict=True):
+            assert_same(a, e, "gradient", tolerance=tolerance)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@every_operation
+@pytest.mark.parametrize("label", ["sigsoftmax", "shifted(b per class)", "softcap(c=5)", "user, with slope"])
+def test_compiled_whole_it_is_what_it_is_eager(operation: Operation, label: str) -> None:
+    member = by_label[label]
+    function = member.make(V)
+    prior: dict[str, Any] = {}
+    if operation in (mixture_loss, mixture_log_probs):
+        prior["prior_function"] = "softmax"
+
+    def call(*tensors: Tensor) -> Tensor:
+        return operation(*tensors, function=function, **prior)
+
+    compiled_agrees(call, four_inputs(), "aot_eager", 1e-12)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@every_loss
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_compiled_with_all_options(operation: Operation, reduction: str) -> None:
+    weight = torch.rand(V, dtype=torch.float64)
+    tokens = torch.rand(N, dtype=torch.float64)
+
+    def call(*tensors: Tensor) -> Tensor:
+        return operation(
+            *tensors,
+            function="gss(k=0.2)",
+            weight=weight,
+            token_weights=tokens,
+            label_smoothing=0.1,
+            z_loss=0.01,
+            reduction=reduction,
+        )
+
+    compiled_agrees(call, four_inputs(), "aot_eager", 1e-12)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_learned_parameters_and_extras() -> None:
+    z, b = leaf(N, V), torch.linspace(-1.0, 1.0, V, dtype=torch.float64).requires_grad_()
+
+    def call(z: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        function = sigsoftmax.OutputFunction("shifted_sigsoftmax", b=b)
+        loss, extras = sigsoftmax.cross_entropy(
+            z, TARGET, function=function, extras=("log_normalizer", "argmax", "entropy")
+        )
+        return loss, extras.log_normalizer, extras.argmax, extras.entropy
+
+    expected = call(z, b)
+    actual = torch.compile(call, fullgraph=True, backend="aot_eager")(z, b)
+    for a, e in zip(actual, expected, strict=True):
+        assert_same(a, e, tolerance=1e-12)
+    for a, e in zip(gradients(actual[0], [z, b]), gradients(expected[0], [z, b]), strict=True):
+        assert_same(a, e, tolerance=1e-12)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_with_sizes_that_change() -> None:
+    """One compilation for all numbers of tokens."""
+    weight = leaf(V, D)
+
+    def call(hidden: Tensor, target: Tensor) -> Tensor:
+        return sigsoftmax.linear_cross_entropy(hidden, weight, target, function="sigsoftmax")
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (3, 8, 5):
+        hidden, target = leaf(tokens, D), torch.randint(V, (tokens,))
+        expected = call(hidden, target)
+        actual = compiled(hidden, target)
+        assert_same(actual, expected, tolerance=1e-12)
+        for a, e in zip(gradients(actual, [hidden, weight]), gradients(expected, [hidden, weight]), strict=True):
+            assert_same(a, e, tolerance=1e-12)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_compiled_loss_still_checks_its_targets() -> None:
+    compiled = torch.compile(
+        lambda z, t: sigsoftmax.cross_entropy(z, t, function="sigsoftmax"), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(ValueError, match="target 7 at row 1 is out of range"):
+        compiled(torch.randn(2, V), torch.tensor([0, V]))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("operation", [linear_loss, mixture_loss], ids=lambda operation: operation.__name__)
+def test_compiled_by_inductor(operation: Operation) -> None:
+    compiled_agrees(lambda *tensors: operation(*tensors, function="sigsoftmax"), four_inputs(), "inductor", 1e-10)
+
+
+# The ops' own contract
+
+
+def token_loss_arguments(**changes: Any) -> tuple[Any, ...]:
+    """Of a mixture with everything on; ``changes`` replace arguments by name."""
+    arguments: dict[str, Any] = {
+        "hidden": leaf(N, K, D, dtype=torch.float32),
+        "weight": leaf(V, D, dtype=torch.float32),
+        "bias": leaf(V, dtype=torch.float32),
+        "log_prior": torch.log_softmax(torch.randn(N, K), -1).requires_grad_(),
+        "arguments": [torch.tensor(1.0), torch.tensor(1.0), torch.randn(V).requires_grad_()],
+        "target": TARGET,
+        "class_weight": torch.rand(V),
+        "scale": torch.rand(N).requires_grad_(),
+        "form": "logistic",
+        "backend": "blocked",
+        "label_smoothing": 0.0,
+        "z_loss": 0.01,
+        "floor": 1e-3,
+        "ignore_index": -100,
+        "chunk_bytes": 100,
+        "product_dtype": torch.float32,
+        "argmax": False,
+        "entropy": False,
+        "has_gradients": True,
+        "needs": [True, True, True, True, True],
+    }
+    assert set(changes) <= set(arguments)
+    return tuple({**arguments, **changes}.values())
+
+
+PLAIN_LOGITS: dict[str, Any] = {
+    "hidden": torch.randn(N, 1, V).requires_grad_(),
+    "weight": None,
+    "bias": None,
+    "log_prior": None,
+    "needs": [True, False, False, False, True],
+}
+OP_CHANGES: dict[str, dict[str, Any]] = {
+    "mixture": {},
+    "mixture of every class": {"label_smoothing": 0.1, "argmax": True, "entropy": True},
+    "gradients in the backward pass": {"has_gradients": False},
+    "probability targets": {"target": torch.rand(N, V)},
+    "logits": PLAIN_LOGITS,
+    "logits, gradients in the backward pass": {**PLAIN_LOGITS, "has_gradients": False},
+    "bfloat16": {
+        "hidden": torch.randn(N, K, D).bfloat16().requires_grad_(),
+        "weight": torch.randn(V, D).bfloat16().requires_grad_(),
+        "bias": torch.randn(V).bfloat16().requires_grad_(),
+        "product_dtype": torch.bfloat16,
+    },
+    "float32 weight, bfloat16 products": {
+        "hidden": torch.randn(N, K, D).bfloat16().requires_grad_(),
+        "product_dtype": torch.bfloat16,
+    },
+    "transposed": {
+        "hidden": torch.randn(K, N, D).transpose(0, 1).requires_grad_(),
+        "weight": torch.randn(D, V).t().requires_grad_(),
+    },
+}
+# The checks that need no gradients of outputs that are gradients themselves.
+OP_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@pytest.mark.parametrize("changes", OP_CHANGES.values(), ids=OP_CHANGES)
+def test_token_loss_keeps_the_contract_of_an_op(changes: dict[str, Any]) -> None:
+    results = torch.library.opcheck(
+        torch.ops.sigsoftmax.token_loss.default, token_loss_arguments(**changes), test_utils=OP_TESTS
+    )
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.parametrize("has_prior", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_log_probs_and_its_backward_keep_the_contract_of_an_op(
+    has_weight: bool, has_prior: bool, dtype: torch.dtype, transposed: bool
+) -> None:
+    if has_prior and not has_weight:
+        with pytest.raises(RuntimeError):
+            # A mixture has a matrix: logits of K components have no place in this op.
+            ops.log_probs(torch.randn(N, K, V), None, None, torch.zeros(N, K), [], "x", 0.0, 0, dtype, [False] * 5)
+        return
+    components = K if has_prior else 1
+    features = D if has_weight else V
+    hidden = torch.randn(N, components, features)
+    if transposed:
+        hidden = torch.randn(features, components, N).permute(2, 1, 0)
+    log_prior = torch.log_softmax(torch.randn(K, N), 0).t() if transposed else torch.log_softmax(torch.randn(N, K), -1)
+    weight = (torch.randn(D, V).t() if transposed else torch.randn(V, D)).to(dtype).requires_grad_()
+    arguments = (
+        hidden.to(dtype).requires_grad_(),
+        weight if has_weight else None,
+        torch.randn(V).to(dtype).requires_grad_() if has_weight else None,
+        log_prior.detach().requires_grad_() if has_prior else None,
+        [torch.tensor(1.0), torch.tensor(1.0), torch.randn(V).requires_grad_()],
+        "logistic",
+        1e-3 if has_prior else 0.0,
+        100,
+        dtype,
+        [True, has_weight, has_weight, has_prior, True],
+    )
+    results = torch.library.opcheck(torch.ops.sigsoftmax.log_probs.default, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+    detached = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
+    detached[4] = [t.detach() for t in arguments[4]]
+    backward = torch.ops.sigsoftmax.log_probs_backward.default
+    results = torch.library.opcheck(backward, (torch.randn(N, V).to(dtype), *detached))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+# Autocast and mixed dtypes
+
+
+@every_backend
+@every_loss
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast_multiplies_in_bfloat16_and_keeps_the_rest_in_float32(
+    operation: Operation, reduction: str, backend: str
+) -> None:
+    inputs = four_inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = operation(*inputs, function="sigsoftmax", reduction=reduction, backend=backend)
+    assert loss.dtype == torch.float32
+    found = gradients(loss, inputs)
+    assert all(g.dtype == torch.float32 for g in found)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    truth = operation(*exact, function="sigsoftmax", reduction=reduction, backend="reference")
+    # The error of bfloat16 logits, and more than that of float32 ones.
+    assert_same(loss, truth, tolerance=0.05)
+    assert float((loss.detach().double() - truth.detach()).abs().max()) > 1e-6
+    for a, e in zip(found, gradients(truth, exact), strict=True):
+        assert float((a.double() - e).norm()) <= 0.05 * float(e.norm())
+
+
+@every_backend
+def test_autocast_leaves_float64_alone(backend: str) -> None:
+    inputs = four_inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = mixture_loss(*inputs, function="sigsoftmax", backend=backend)
+    assert loss.dtype == torch.float64
+    assert_same(loss, mixture_loss(*inputs, function="sigsoftmax", backend="reference"), tolerance=1e-12)
+
+
+@every_backend
+@pytest.mark.parametrize("operation", [linear_loss, mixture_loss], ids=lambda operation: operation.__name__)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_input_in_bfloat16_weight_in_float32(operation: Operation, reduction: str, backend: str) -> None:
+    """Products in the input's dtype; every input gets a gradient of its own."""
+    hidden, weight, bias, prior = four_inputs(torch.float32)
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    inputs = [hidden, weight, bias, prior]
+    loss = operation(*inputs, function="sigsoftmax", reduction=reduction, backend=backend)
+    assert loss.dtype == torch.bfloat16
+    found = gradients(loss, inputs)
+    assert [g.dtype for g in found] == [t.dtype for t in inputs]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    truth = operation(*exact, function="sigsoftmax", reduction=reduction, backend="reference")
+    for a, e in zip(found, gradients(truth, exact, by=None), strict=True):
+        assert float((a.double() - e).norm()) <= 0.05 * float(e.norm())
+
+
+@every_backend
+def test_mixture_log_probs_in_mixed_dtypes(backend: str) -> None:
+    hidden, weight, bias, prior = four_inputs(torch.float32)
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    inputs = [hidden, weight, bias, prior]
+    log_p = mixture_log_probs(*inputs, function="sigsoftmax", backend=backend)
+    assert log_p.dtype == torch.bfloat16
+    assert [g.dtype for g in gradients(log_p, inputs)] == [t.dtype for t in inputs]
+    exact = [t.detach().double() for t in inputs]
+    assert_same(log_p, mixture_log_probs(*exact, function="sigsoftmax", backend="reference"), tolerance=0.06)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weight_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """Over 64 chunks: bfloat16 sums would have several times the error of one product."""
+    tokens, classes, features = 512, 24, 8
+    hidden = torch.randn(tokens, features).to(dtype)
+    weight = torch.randn(classes, features).to(dtype).requires_grad_()
+    target = torch.randint(classes, (tokens,))
+    exact = weight.detach().double().requires_grad_()
+    truth = gradients(F.cross_entropy(hidden.double() @ exact.t(), target, reduction="sum"), [exact])[0]
+
+    def error(chunk_bytes: int) -> float:
+        loss = sigsoftmax.linear_cross_entropy(
+            hidden, weight, target, function="softmax", reduction="sum", chunk_bytes=chunk_bytes, backend="blocked"
+        )
+        return float((gradients(loss, [weight])[0].double() - truth).norm())
+
+    whole, pieces = error(2**30), error(8 * classes * dtype.itemsize)
+    assert pieces <= 1.5 * whole + torch.finfo(dtype).eps * 0.5 * float(truth.norm())
+
+
+def test_the_table_covers_every_backend_pair() -> None:
+    """Both backends agree in float32 to rounding, member by member and operation by operation."""
+    inputs = four_inputs(torch.float32)
+    for member, operation in itertools.product(MEMBERS, LOSSES):
+        found = [operation(*inputs, function=member.make(V), backend=backend) for backend in BACKENDS]
+        assert_same(found[0], found[1], f"{member}, {operation.__name__}", tolerance=3e-6)
