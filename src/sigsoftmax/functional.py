@@ -9,7 +9,7 @@ Shapes: N tokens (the product of all leading dimensions), K components, V classe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Required, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, Required, TypedDict, Unpack, get_args, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from sigsoftmax.family import OutputFunction
 
 Function = str | OutputFunction
 Reduction = Literal["none", "mean", "sum"]
+WeightGradient = Literal["auto", "fast", "buffered", "exact"]
 EXTRAS = ("log_normalizer", "argmax", "entropy")
 
 
@@ -140,6 +141,7 @@ class LossOptions(TypedDict, total=False):
 class LinearLossOptions(LossOptions, total=False):
     linear_bias: Tensor | None
     weight: Tensor | None
+    weight_gradient: WeightGradient
 
 
 class MixtureLossOptions(LinearLossOptions, total=False):
@@ -251,12 +253,17 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     token_weights: Tensor | None = None,
     chunk_bytes: int | None = None,
+    weight_gradient: WeightGradient = "auto",
     backend: str | None = None,
     extras: Sequence[str] | None = None,
 ) -> Tensor | tuple[Tensor, Extras]:
     """Cross-entropy of ``input @ linear_weight.T + linear_bias`` without ever holding these N x V logits.
 
     ``input`` is (..., d), ``linear_weight`` (V, d), ``target`` (...) of class indices or (..., V) of probabilities.
+    ``weight_gradient`` says how the gradient of a weight of low precision is summed over chunks: ``fast`` in its own
+    dtype, ``buffered`` in a float32 buffer, ``exact`` by one product for each range of classes, at the price of a
+    fourth product; float32 weights are summed in place. ``auto`` is exact on a GPU and buffered on a CPU.
+
     Logits exist a chunk of ``chunk_bytes`` at a time (32 MiB by default on a CPU). Input and weight may differ in
     dtype: the products run in the input's (under autocast in autocast's), the weight keeps a gradient of its own.
     """
@@ -278,6 +285,7 @@ def linear_cross_entropy(
         backend=backend,
         chunk_bytes=_chunk_bytes(chunk_bytes, input.device),
         device=input.device,
+        weight_gradient=weight_gradient,
     ).compute(product.hidden(input), linear_weight, linear_bias, None)
 
 
@@ -322,6 +330,7 @@ def mixture_cross_entropy(
     z_loss: float = 0.0,
     token_weights: Tensor | None = None,
     chunk_bytes: int | None = None,
+    weight_gradient: WeightGradient = "auto",
     backend: str | None = None,
     extras: Sequence[str] | None = None,
 ) -> Tensor | tuple[Tensor, Extras]:
@@ -352,6 +361,7 @@ def mixture_cross_entropy(
         chunk_bytes=_chunk_bytes(chunk_bytes, input.device),
         device=input.device,
         floor=floor,
+        weight_gradient=weight_gradient,
     ).compute(
         product.hidden(input),
         linear_weight,
@@ -383,6 +393,7 @@ class _Loss:
         chunk_bytes: int,
         device: torch.device,
         floor: float = 0.0,
+        weight_gradient: WeightGradient = "auto",
     ) -> None:
         self.leading, self.num_classes = leading, num_classes
         self.dtype, self.product_dtype = dtype, product_dtype
@@ -393,6 +404,13 @@ class _Loss:
         self.extras, self.backend, self.chunk_bytes = extras or (), backend, chunk_bytes
         self.class_weight, self.token_weights = class_weight, token_weights
         self.wants_extras = extras is not None
+        if weight_gradient not in get_args(WeightGradient):
+            choices = ", ".join(map(repr, get_args(WeightGradient)))
+            raise ValueError(f"weight_gradient must be one of {choices}, got {weight_gradient!r}")
+        if weight_gradient == "auto":
+            # Chunks of a GPU can be walked by classes; on a CPU the buffer costs less than a product.
+            weight_gradient = "buffered" if device.type == "cpu" else "exact"
+        self.weight_gradient = weight_gradient
         if reduction not in ("none", "mean", "sum"):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
         if not 0.0 <= label_smoothing <= 1.0:
@@ -451,7 +469,10 @@ class _Loss:
         tensors = (hidden_NKd, linear_weight, linear_bias, log_prior_NK, *self.arguments)
         probabilities = self.target if self.target.is_floating_point() else None
         rare = next((t for t in (probabilities, self.class_weight) if _needs(t)), None)
-        backend = dispatch.choose(self.backend, self.member.form, self.product_dtype, tensors, needs_autograd_of=rare)
+        everything = (*tensors, self.target, self.class_weight, self.token_weights)
+        backend = dispatch.choose(
+            self.backend, self.member.form, self.product_dtype, everything, needs_autograd_of=rare
+        )
         weights_N, is_empty = self._token_scales(reference.compute_dtype(self.product_dtype))
         is_none = self.reduction == "none"
         if backend == "reference":
@@ -461,7 +482,7 @@ class _Loss:
         else:
             needs = [_needs(t) for t in tensors[:4]] + [any(map(_needs, self.arguments))]
             has_gradients = any(needs) and not is_none
-            total, losses_N, log_normalizer_NK, argmax_N, entropy_N, *_ = ops.token_loss(
+            total, losses_N, log_normalizer_NK, argmax_N, entropy_N = ops.token_loss(
                 hidden_NKd,
                 linear_weight,
                 linear_bias,
@@ -477,6 +498,7 @@ class _Loss:
                 self.floor,
                 self.ignore_index,
                 self.chunk_bytes,
+                self.weight_gradient,
                 self.product_dtype,
                 "argmax" in self.extras,
                 "entropy" in self.extras,

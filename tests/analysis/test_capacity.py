@@ -5,18 +5,13 @@ import math
 import pytest
 import torch
 
-from sigsoftmax.analysis.capacity import (
-    CapacityConfig,
-    CapacityResult,
-    capacity_curves,
-    fit,
-    softmax_width_of_equal_kl,
-)
+from sigsoftmax.analysis.capacity import CapacityResult, fit, softmax_width_of_equal_kl
+from sigsoftmax.analysis.capacity_curves import CapacityConfig, capacity_curves
 from sigsoftmax.analysis.fitting import Problem
 from sigsoftmax.analysis.heads import Head
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.starts import Solution, contains, disturbed, embedded, linear_end, random_start
-from sigsoftmax.family import OutputFunction
+from sigsoftmax.family import OutputFunction, register_function
 from sigsoftmax.records import Record
 from sigsoftmax.synthetic import Language
 
@@ -122,6 +117,12 @@ def test_threads_are_put_back_and_interrupts_pass():
     with pytest.raises(KeyboardInterrupt):
         capacity_curves(LANGUAGE, CONFIG, progress=interrupt)
     assert torch.get_num_threads() == threads
+
+
+def test_functions_of_the_users_own_are_fitted_here_whatever_workers_says():
+    register_function("cube", lambda z: z + z**3 / 3)
+    config = CapacityConfig(heads=("cube",), widths=(1,), budget=Budget(iterations=3), workers=2)
+    assert [r.head for r in capacity_curves(LANGUAGE, config)] == ["softmax", "cube"]
 
 
 def solution_of(text: str, width: int, seed: int = 0) -> Solution:

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from sigsoftmax.analysis.capacity import CapacityConfig, CapacityResult
+from sigsoftmax.analysis.capacity import CapacityResult
+from sigsoftmax.analysis.capacity_curves import CapacityConfig
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.spectrum import Spectrum
 from sigsoftmax.experiments.demo import HEADS, DemoConfig, findings, run, table
@@ -20,9 +21,7 @@ class TinyDemo(DemoConfig):
         return Language.of_rank(contexts=20, words=12, rank=6, seed=self.seed)
 
     def capacity(self) -> CapacityConfig:
-        return CapacityConfig(
-            heads=HEADS, widths=(1, 2, 4, 6), random_starts=0, budget=Budget(iterations=25), workers=2
-        )
+        return CapacityConfig(heads=HEADS, widths=(1, 2, 4, 6), random_starts=0, budget=Budget(iterations=25))
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -31,19 +28,14 @@ from sigsoftmax.analysis.heads import Head
 from sigsoftmax.analysis.lbfgs import Budget, minimise
 from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.analysis.starts import Solution, contains, disturbed, embedded, random_start, spectral_start
-from sigsoftmax.synthetic import Language, Weighting
 
-__all__ = [
-    "CapacityConfig",
-    "CapacityResult",
-    "Fitted",
-    "StartResult",
-    "capacity_curves",
-    "fit",
-    "softmax_width_of_equal_kl",
-]
+__all__ = ["CapacityResult", "Fitted", "StartResult", "Stop", "fit", "softmax_width_of_equal_kl"]
 
-SOFTMAX = Head.parse("softmax")
+
+class Stop(Protocol):
+    """An event of ``threading`` or ``multiprocessing``; a fit that sees it set raises InterruptedError."""
+
+    def is_set(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,102 +98,6 @@ class Fitted:
     """the best fit of the head itself: from a limit such as softmax as sigsoftmax, nothing leads away"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CapacityConfig:
-    """Which heads at which widths, and how much work each fit may take."""
-
-    heads: tuple[str, ...] = ("softmax", "sigsoftmax", "gss(k=0.2)", "gss(k=0)", "mos(K=4)", "moss(K=4)")
-    """contained heads that are missing (softmax always) are fitted too, since others start from them"""
-    widths: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
-    softmax_widths: tuple[int, ...] = ()
-    """further widths for softmax alone: they make the softmax width of equal KL more exact"""
-    random_starts: int = 1
-    """besides the contained heads and the narrower solution"""
-    budget: Budget = field(default_factory=Budget)
-    thorough_widths: tuple[int, ...] = ()
-    """widths whose fits get ``thorough_random_starts`` and ``thorough_budget`` instead"""
-    thorough_random_starts: int = 3
-    thorough_budget: Budget = field(default_factory=lambda: Budget(iterations=1000))
-    workers: int = 1
-    """fits at once, one thread each; the result does not depend on it"""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.widths or min(self.widths + self.softmax_widths + self.thorough_widths) < 1:
-            raise ValueError(f"widths must be at least one positive number, got {self.widths}")
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {self.workers}")
-        if min(self.random_starts, self.thorough_random_starts) < 0:
-            raise ValueError("the number of random starts must not be negative")
-        for head in self.heads:
-            Head.parse(head)
-
-    def effort(self, width: int) -> tuple[int, Budget]:
-        if width in self.thorough_widths:
-            return self.thorough_random_starts, self.thorough_budget
-        return self.random_starts, self.budget
-
-
-Progress = Callable[[CapacityResult, int, int], None]
-"""Called with a result, how many are ready and how many there will be."""
-
-
-def capacity_curves(
-    language: Language,
-    config: CapacityConfig,
-    *,
-    weights: Weighting = "uniform",
-    progress: Progress | None = None,
-) -> list[CapacityResult]:
-    """Fit every head at every width; sorted by head, as given, and width."""
-    tasks = _tasks(config)
-    solutions: dict[_Task, Fitted] = {}
-    results: dict[_Task, CapacityResult] = {}
-    stop = threading.Event()
-    weights_N = language.weights_N(weights)
-
-    def work(task: _Task) -> tuple[CapacityResult, Fitted]:
-        head, width = task
-        random_starts, budget = config.effort(width)
-        return fit(
-            language.log_p_NM,
-            head,
-            width,
-            weights_N=weights_N,
-            warm=[solutions[other] for other in tasks[task]],
-            random_starts=random_starts,
-            budget=budget,
-            seed=config.seed,
-            language=language.description,
-            stop=stop,
-        )
-
-    with (
-        _one_thread_each(),
-        ThreadPoolExecutor(config.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
-    ):
-        running: dict[Future[tuple[CapacityResult, Fitted]], _Task] = {}
-        try:
-            while len(results) < len(tasks):
-                started = set(running.values()) | results.keys()
-                for task in sorted(tasks.keys() - started, key=_length, reverse=True):
-                    # Only as many as can run: a longer fit that becomes possible later goes first.
-                    if len(running) < config.workers and all(other in results for other in tasks[task]):
-                        running[pool.submit(work, task)] = task
-                done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    task = running.pop(future)
-                    results[task], solutions[task] = future.result()
-                    if progress is not None:
-                        progress(results[task], len(results), len(tasks))
-        except BaseException:
-            # An interrupt must not wait for fits of many seconds.
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-    return [results[task] for task in tasks]
-
-
 def fit(
     log_p_NM: Tensor,
     head: Head,
@@ -213,7 +109,7 @@ def fit(
     budget: Budget | None = None,
     seed: int = 0,
     language: str = "given distributions",
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
 ) -> tuple[CapacityResult, Fitted]:
     """Fit one head at one width. ``warm`` are solutions of the same head at smaller widths, or of contained heads."""
     began = time.perf_counter()
@@ -334,59 +230,3 @@ def _worth_leaving(head: Head, sources: Sequence[Solution]) -> list[Solution]:
     ]
     narrower = [source for source in sources if source.problem.head == head]
     return direct + (narrower if head.components == 1 or not direct else [])
-
-
-# --- order of the fits ----------------------------------------------------------------------------------------------
-
-_Task = tuple[Head, int]
-
-
-def _tasks(config: CapacityConfig) -> dict[_Task, list[_Task]]:
-    """Every fit with those it starts from, which stand before it: contained heads, and the next smaller width."""
-    heads = _with_contained_heads([Head.parse(text) for text in config.heads])
-    tasks: dict[_Task, list[_Task]] = {}
-    for place, head in enumerate(heads):
-        before = heads[:place]
-        extra = config.softmax_widths if head == SOFTMAX else ()
-        widths = sorted({*config.widths, *extra})
-        for narrower, width in zip([None, *widths], widths, strict=False):
-            tasks[head, width] = [(other, width) for other in before if contains(head, other)]
-            if narrower is not None:
-                tasks[head, width].append((head, narrower))
-    return tasks
-
-
-def _with_contained_heads(heads: Sequence[Head]) -> list[Head]:
-    """The heads, after softmax and those that mixtures start from; contained ones first."""
-    wanted = [SOFTMAX]
-    for head in heads:
-        if head.components > 1:
-            wanted += [Head(head.function), Head(SOFTMAX.function, head.components)]
-        wanted.append(head)
-    unique = list(dict.fromkeys(wanted))
-    # Two heads can contain each other (gss(k=2) and sigsoftmax): the first keeps its place, and only it is a source.
-    ordered: list[Head] = []
-    while unique:
-        free = [
-            head for head in unique if not any(contains(head, o) and not contains(o, head) for o in unique if o != head)
-        ]
-        ordered.append(free[0])
-        unique.remove(free[0])
-    return ordered
-
-
-def _length(task: _Task) -> int:
-    """Orders fits by how long they and those that wait for them will take, roughly."""
-    head, width = task
-    return (2 if head.function.is_linear else 1) * head.components * 1000 - width
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Small matrices gain nothing from threads inside an operation; whole fits side by side do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

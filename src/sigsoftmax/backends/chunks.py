@@ -9,9 +9,9 @@ Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from sigsoftmax.backends import reference
 from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowRoutines, RowStats
 from sigsoftmax.backends.reference import MASK
+from sigsoftmax.backends.sources import LinearLogits, Source
 from sigsoftmax.family import Form
+
+Vectors = TypeVar("Vectors", RowStats, RowCoefficients)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,126 +47,10 @@ class TokenLosses(NamedTuple):
     entropy_N: Tensor
 
 
-class Source:
-    """Where rows of logits come from and where their gradient goes. ``num_tokens`` times ``components`` rows."""
-
-    num_tokens: int
-    components: int
-    num_classes: int
-    logits_like: Tensor
-
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """The first token of each chunk, and its logits (R, V), which may be overwritten by their gradient."""
-        raise NotImplementedError
-
-    def gradient_rows(self, first_row: int, logits_RV: Tensor) -> Tensor:
-        """The memory for the gradient of these rows of the current chunk."""
-        raise NotImplementedError
-
-    def backpropagate(self) -> None:
-        """Called when the gradient of the current chunk is complete."""
-
-    def blocks(self, max_rows: int | None, *, backpropagate: bool) -> Iterator[tuple[slice, int, Tensor]]:
-        """(tokens, first row within the chunk, logits) of blocks that keep all rows of a token together."""
-        for first_token, chunk_RV in self.chunks():
-            tokens = chunk_RV.shape[0] // self.components
-            step = max(1, tokens if max_rows is None else max_rows // self.components)
-            for begin in range(0, tokens, step):
-                end = min(begin + step, tokens)
-                span = slice(first_token + begin, first_token + end)
-                yield span, begin * self.components, chunk_RV[begin * self.components : end * self.components]
-            if backpropagate:
-                self.backpropagate()
-
-
-class GivenLogits(Source):
-    """Logits that the caller holds; they are read, never overwritten."""
-
-    def __init__(self, logits_NV: Tensor, gradient_NV: Tensor | None) -> None:
-        self.logits_like = logits_NV
-        self.gradient_NV = gradient_NV
-        self.num_tokens, self.num_classes = logits_NV.shape
-        self.components = 1
-
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self.logits_like
-
-    def gradient_rows(self, first_row: int, logits_RV: Tensor) -> Tensor:
-        assert self.gradient_NV is not None
-        return self.gradient_NV[first_row : first_row + logits_RV.shape[0]]
-
-
-class LinearLogits(Source):
-    """Logits = hidden W^T + bias, a slab of tokens at a time; gradients are summed over slabs.
-
-    The products run in ``product_dtype``. The gradients of weight and bias are summed in float32 (float64): in place
-    where the parameter has that dtype, in a buffer of that size otherwise.
-    """
-
-    def __init__(
-        self,
-        hidden_NKd: Tensor,
-        weight_Vd: Tensor,
-        bias_V: Tensor | None,
-        product_dtype: torch.dtype,
-        chunk_bytes: int,
-        *,
-        needs_hidden: bool,
-        needs_weight: bool,
-        needs_bias: bool,
-    ) -> None:
-        self.num_tokens, self.components, _ = hidden_NKd.shape
-        self.num_classes = weight_Vd.shape[0]
-        self.hidden_NKd = hidden_NKd
-        self.weight_Vd = weight_Vd.to(product_dtype)
-        self.bias_V = None if bias_V is None else bias_V.to(product_dtype)
-        row_bytes = self.num_classes * self.weight_Vd.element_size()
-        tokens_in_budget = max(1, chunk_bytes // (row_bytes * self.components))
-        # Chunks of equal size: a last one of a few rows would be a slow product.
-        num_chunks = max(1, -(-self.num_tokens // tokens_in_budget))
-        self.chunk_tokens = max(1, -(-self.num_tokens // num_chunks))
-        rows = min(self.chunk_tokens, self.num_tokens) * self.components
-        self.logits_like = self.slab_RV = self.weight_Vd.new_empty(rows, self.num_classes)
-        sum_dtype = reference.compute_dtype(product_dtype)
-        self.hidden_gradient = (
-            torch.empty_like(hidden_NKd, memory_format=torch.contiguous_format) if needs_hidden else None
-        )
-        self.weight_gradient = _zeros(weight_Vd, sum_dtype) if needs_weight else None
-        self.bias_gradient = _zeros(bias_V, sum_dtype) if needs_bias and bias_V is not None else None
-
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        for first in range(0, self.num_tokens, self.chunk_tokens):
-            self.first, self.last = first, min(first + self.chunk_tokens, self.num_tokens)
-            self.chunk_Rd = self.hidden_NKd[first : self.last].flatten(0, 1).to(self.weight_Vd.dtype)
-            slab_RV = self.slab_RV[: self.chunk_Rd.shape[0]]
-            if self.bias_V is None:
-                torch.mm(self.chunk_Rd, self.weight_Vd.t(), out=slab_RV)
-            else:
-                torch.addmm(self.bias_V, self.chunk_Rd, self.weight_Vd.t(), out=slab_RV)
-            self.chunk_RV = slab_RV
-            yield first, slab_RV
-
-    def gradient_rows(self, first_row: int, logits_RV: Tensor) -> Tensor:
-        return logits_RV
-
-    def backpropagate(self) -> None:
-        if self.hidden_gradient is not None:
-            rows = self.hidden_gradient[self.first : self.last].view(-1, self.hidden_NKd.shape[-1])
-            if rows.dtype == self.chunk_RV.dtype:
-                torch.mm(self.chunk_RV, self.weight_Vd, out=rows)
-            else:
-                rows.copy_(self.chunk_RV @ self.weight_Vd)
-        if self.weight_gradient is not None:
-            if self.weight_gradient.dtype == self.chunk_RV.dtype:
-                self.weight_gradient.addmm_(self.chunk_RV.t(), self.chunk_Rd)
-            else:
-                self.weight_gradient.add_(self.chunk_RV.t() @ self.chunk_Rd)
-        if self.bias_gradient is not None:
-            self.bias_gradient.add_(self.chunk_RV.sum(0, dtype=self.bias_gradient.dtype))
-
-
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, dtype), device=like.device)
+def _concatenate(kind: type[Vectors], pieces: Sequence[Vectors]) -> Vectors:
+    """Named tuples of vectors joined field by field."""
+    columns: list[Any] = [None if c[0] is None else torch.cat(c) for c in zip(*pieces, strict=True)]
+    return kind(*columns)
 
 
 def scaled(coefficient_R: Tensor, scale_R: Tensor) -> Tensor:
@@ -237,9 +124,37 @@ class LossLoop:
 
     def run(self) -> TokenLosses:
         wants_gradient = self.scale_N is not None
+        if wants_gradient and isinstance(self.source, LinearLogits) and self.source.walks_classes:
+            if isinstance(self.routines, FusedRowRoutines) and self.probabilities_NV is None:
+                self._walk_classes(self.source, self.routines)
+                return self._results()
+            self.source.walks_classes = False
         compute = self._dense_mixture_block if self.is_dense_mixture else self._block
         for span, first_row, logits_RV in self.source.blocks(self.routines.max_rows, backpropagate=wants_gradient):
             compute(span, logits_RV, self.source.gradient_rows(first_row, logits_RV) if wants_gradient else None)
+        return self._results()
+
+    def _walk_classes(self, source: LinearLogits, routines: FusedRowRoutines) -> None:
+        """Measure all rows first, then compute the gradient a range of classes at a time."""
+        measured = [self._measure(span, rows_RV) for span, _, rows_RV in source.blocks(None, backpropagate=False)]
+        if not measured:
+            return
+        all_stats, all_coefficients = zip(*measured, strict=True)
+        stats, coefficients = _concatenate(RowStats, all_stats), _concatenate(RowCoefficients, all_coefficients)
+        index_R = self._row_index(slice(None))
+        for first_class, logits_RV in source.class_blocks():
+            routines.gradient_of_classes(logits_RV, stats, coefficients, index_R, self.smoothing_V, first_class)
+
+    def _measure(self, span: slice, logits_RV: Tensor) -> tuple[RowStats, RowCoefficients]:
+        stats = self.routines.stats(
+            logits_RV, self._row_index(span), self.smoothing_V, self.options.argmax, self.options.entropy
+        )
+        self._collect_stats(stats, None)
+        coefficients = self._coefficients(span, stats, None, self._collect_mixture(span, stats))
+        # Routines that walk classes know unused rows by their coefficients.
+        return stats, coefficients._replace(unused=None)
+
+    def _results(self) -> TokenLosses:
         if "log_normalizer" in self.collected:
             normalizer_NK = self._all("log_normalizer")
         else:
@@ -267,10 +182,7 @@ class LossLoop:
     # A plain row, or a mixture that only needs its rows at the target.
 
     def _block(self, span: slice, logits_RV: Tensor, out_RV: Tensor | None) -> None:
-        components = self.source.components
-        index_R = None if self.index_N is None else self.index_N[span]
-        if index_R is not None and components > 1:
-            index_R = index_R.repeat_interleave(components)
+        index_R = self._row_index(span)
         dense = self.smoothing_V if self.probabilities_NV is None else self._smoothed_probabilities(span)
         mass = dense.sum(-1) if self.probabilities_NV is not None and dense is not None else None
         extras = (self.options.argmax, self.options.entropy)
@@ -287,12 +199,7 @@ class LossLoop:
             return
         stats = self.routines.stats(logits_RV, index_R, dense, *extras)
         self._collect_stats(stats, mass)
-        by_log_f_nK = None
-        if self.log_prior_NK is not None:
-            assert stats.target is not None
-            log_f_nK = (stats.target - stats.normalizer).view(-1, components)
-            losses, by_log_f_nK = self._mixture_losses(span, log_f_nK)
-            self._collect(losses=losses)
+        by_log_f_nK = self._collect_mixture(span, stats)
         if out_RV is not None:
             coefficients = self._coefficients(span, stats, mass, by_log_f_nK)
             self.routines.gradient(logits_RV, stats, coefficients, index_R, dense, out_RV)
@@ -301,6 +208,23 @@ class LossLoop:
         self._collect(offset=stats.offset, normalizer=stats.normalizer, argmax=stats.argmax, entropy=stats.entropy)
         if self.log_prior_NK is None:
             self._collect(target=stats.target, dense=stats.dense, mass=mass)
+
+    def _collect_mixture(self, span: slice, stats: RowStats) -> Tensor | None:
+        """The losses of a mixture are known at once; returns what their gradient needs."""
+        if self.log_prior_NK is None:
+            return None
+        assert stats.target is not None
+        log_f_nK = (stats.target - stats.normalizer).view(-1, self.source.components)
+        losses, by_log_f_nK = self._mixture_losses(span, log_f_nK)
+        self._collect(losses=losses)
+        return by_log_f_nK
+
+    def _row_index(self, span: slice) -> Tensor | None:
+        """The target of each row."""
+        if self.index_N is None:
+            return None
+        index_n = self.index_N[span]
+        return index_n if self.source.components == 1 else index_n.repeat_interleave(self.source.components)
 
     def _plain_losses(self) -> Tensor:
         normalizer_N = self._all("normalizer")

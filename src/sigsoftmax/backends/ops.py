@@ -18,7 +18,8 @@ from torch import Tensor
 from sigsoftmax import validation
 from sigsoftmax.backends import dispatch, hugepages, reference
 from sigsoftmax.backends.blocked.any_form import FormRows
-from sigsoftmax.backends.chunks import GivenLogits, LinearLogits, LossLoop, LossOptions, MixtureBlock, Source, scaled
+from sigsoftmax.backends.chunks import LossLoop, LossOptions, MixtureBlock, scaled
+from sigsoftmax.backends.sources import GivenLogits, LinearLogits, Source
 from sigsoftmax.family import form_by_name
 
 NO_SECOND_DERIVATIVE = (
@@ -31,8 +32,7 @@ def _empty(like: Tensor) -> Tensor:
     return torch.empty(0, dtype=like.dtype, device=like.device)
 
 
-@torch.library.custom_op("sigsoftmax::token_loss", mutates_args=())
-def token_loss(
+def _compute_token_loss(
     hidden: Tensor,
     weight: Optional[Tensor],
     bias: Optional[Tensor],
@@ -48,6 +48,7 @@ def token_loss(
     floor: float,
     ignore_index: int,
     chunk_bytes: int,
+    weight_gradient: str,
     product_dtype: torch.dtype,
     argmax: bool,
     entropy: bool,
@@ -80,6 +81,7 @@ def token_loss(
             needs_hidden=needs_hidden,
             needs_weight=needs_weight,
             needs_bias=needs_bias,
+            weight_gradient=weight_gradient,
         )
     scale_N = scale.to(reference.compute_dtype(source.logits_like.dtype))
     loop = LossLoop(
@@ -103,23 +105,26 @@ def token_loss(
     )
     result = loop.run()
     # Outputs of an op must not share memory, be they empty.
-    weight_gradient, bias_gradient, prior_gradient, argument_gradient = (_empty(result.losses_N) for _ in range(4))
+    by_weight, by_bias, by_prior, by_argument = (_empty(result.losses_N) for _ in range(4))
     if isinstance(source, LinearLogits):
         if source.hidden_gradient is not None:
             hidden_gradient = source.hidden_gradient
         if source.weight_gradient is not None and weight is not None:
-            weight_gradient = source.weight_gradient.to(weight.dtype)
+            by_weight = source.weight_gradient.to(weight.dtype)
         if source.bias_gradient is not None and bias is not None:
-            bias_gradient = source.bias_gradient.to(bias.dtype)
+            by_bias = source.bias_gradient.to(bias.dtype)
     if needs_prior and loop.prior_gradient_NK is not None and log_prior is not None:
-        prior_gradient = loop.prior_gradient_NK.to(log_prior.dtype)
+        by_prior = loop.prior_gradient_NK.to(log_prior.dtype)
     if needs_arguments:
-        argument_gradient = torch.cat([g.flatten() for g in loop.argument_gradients()])
+        by_argument = torch.cat([g.flatten() for g in loop.argument_gradients()])
     total = scaled(result.losses_N, scale_N).sum()
-    return (total, *result, hidden_gradient, weight_gradient, bias_gradient, prior_gradient, argument_gradient)
+    return (total, *result, hidden_gradient, by_weight, by_bias, by_prior, by_argument)
 
 
-@token_loss.register_fake
+_token_loss_op = torch.library.custom_op("sigsoftmax::token_loss", _compute_token_loss, mutates_args=())
+
+
+@_token_loss_op.register_fake
 def _(
     hidden: Tensor,
     weight: Optional[Tensor],
@@ -136,6 +141,7 @@ def _(
     floor: float,
     ignore_index: int,
     chunk_bytes: int,
+    weight_gradient: str,
     product_dtype: torch.dtype,
     argmax: bool,
     entropy: bool,
@@ -167,55 +173,120 @@ def _(
 
 
 def _token_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, log_prior, arguments, target, class_weight, _, *options = inputs
-    _, losses, *_, hidden_gradient, weight_gradient, bias_gradient, prior_gradient, argument_gradient = output
+    hidden, weight, bias, log_prior, arguments, target, class_weight, scale, *options = inputs
+    _, losses, _, _, _, *gradients = output
+    _save_for_backward(
+        ctx, (hidden, weight, bias, log_prior, target, class_weight), scale, arguments, options, losses, gradients
+    )
+
+
+def _save_for_backward(
+    ctx: Any,
+    inputs: Sequence[Optional[Tensor]],
+    scale: Tensor,
+    arguments: Sequence[Tensor],
+    options: Sequence[Any],
+    losses: Tensor,
+    gradients: Sequence[Tensor],
+) -> None:
+    """The gradients if they were computed with the loss, else what they can be computed from."""
     ctx.set_materialize_grads(False)
     ctx.num_arguments = len(arguments)
     ctx.options = options
     ctx.has_gradients, ctx.needs = options[-2], options[-1]
+    ctx.needs_scale = scale.requires_grad
     if ctx.has_gradients:
-        ctx.save_for_backward(
-            losses, hidden_gradient, weight_gradient, bias_gradient, prior_gradient, argument_gradient, *arguments
-        )
+        ctx.save_for_backward(losses, *gradients, *arguments)
     else:
-        ctx.save_for_backward(hidden, weight, bias, log_prior, target, class_weight, *arguments)
+        ctx.save_for_backward(*inputs, *arguments)
 
 
 def _token_loss_backward(ctx: Any, by_total: Optional[Tensor], by_losses: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
-    by_scale = None
-    if ctx.has_gradients:
-        if by_total is None:
-            return _no_gradients(ctx)
-        # Saved outputs come back as results of the op; a gradient that wants a gradient is for create_graph alone.
-        losses, *gradients = (saved.detach() for saved in ctx.saved_tensors[:6])
-        arguments = ctx.saved_tensors[6:]
-        if ctx.needs_input_grad[7]:
-            by_scale = losses * by_total
-        gradients = [_times(gradient, by_total) for gradient in gradients]
-    else:
-        if by_losses is None:
-            return _no_gradients(ctx)
-        hidden, weight, bias, log_prior, target, class_weight = ctx.saved_tensors[:6]
-        arguments = ctx.saved_tensors[6:]
-        *options, _, needs = ctx.options
-        results = token_loss(
-            hidden, weight, bias, log_prior, list(arguments), target, class_weight, by_losses, *options, True, needs
-        )
-        gradients = list(results[5:])
-    by_hidden, by_weight, by_bias, by_prior, by_argument = (
-        gradient if needed else None for gradient, needed in zip(gradients, ctx.needs, strict=True)
-    )
-    by_arguments = _split_arguments(by_argument, arguments)
-    outputs = (by_hidden, by_weight, by_bias, by_prior, *by_arguments, by_scale)
-    by_hidden, by_weight, by_bias, by_prior, *by_arguments, by_scale = _not_differentiable_again(outputs)
+    by_hidden, by_weight, by_bias, by_prior, *by_arguments, by_scale = _token_loss_gradients(ctx, by_total, by_losses)
     return (by_hidden, by_weight, by_bias, by_prior, by_arguments, None, None, by_scale, *(None,) * len(ctx.options))
 
 
-def _no_gradients(ctx: Any) -> tuple[Any, ...]:
-    return (*(None,) * 4, [None] * ctx.num_arguments, *(None,) * 3, *(None,) * len(ctx.options))
+def _token_loss_gradients(
+    ctx: Any, by_total: Optional[Tensor], by_losses: Optional[Tensor]
+) -> tuple[Optional[Tensor], ...]:
+    """Gradients of hidden, weight, bias, prior, each argument and scale."""
+    by_scale = None
+    if (by_total if ctx.has_gradients else by_losses) is None:
+        return (None,) * (5 + ctx.num_arguments)
+    saved = ctx.saved_tensors
+    arguments = list(saved[6:])
+    if ctx.has_gradients:
+        assert by_total is not None
+        # Saved outputs come back as results of the op; a gradient that wants a gradient is for create_graph alone.
+        losses, *gradients = (tensor.detach() for tensor in saved[:6])
+        if ctx.needs_scale:
+            by_scale = losses * by_total
+        gradients = [_times(gradient, by_total) for gradient in gradients]
+    else:
+        hidden, weight, bias, log_prior, target, class_weight = saved[:6]
+        *options, _, needs = ctx.options
+        compute: Any = _token_loss_op if torch.compiler.is_compiling() else _compute_token_loss
+        with torch.no_grad():
+            results = compute(
+                hidden, weight, bias, log_prior, arguments, target, class_weight, by_losses, *options, True, needs
+            )
+        gradients = list(results[5:])
+    *dense, by_argument = (gradient if needed else None for gradient, needed in zip(gradients, ctx.needs, strict=True))
+    outputs = (*dense, *_split_arguments(by_argument, arguments), by_scale)
+    return _not_differentiable_again(outputs, (by_total, by_losses, *saved))
 
 
-token_loss.register_autograd(_token_loss_backward, setup_context=_token_loss_context)
+_token_loss_op.register_autograd(_token_loss_backward, setup_context=_token_loss_context)
+
+
+class _EagerTokenLoss(torch.autograd.Function):
+    """The same op outside torch.compile: calls through torch.library cost more than a small loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: Sequence[Any],
+        hidden: Tensor,
+        weight: Optional[Tensor],
+        bias: Optional[Tensor],
+        log_prior: Optional[Tensor],
+        target: Tensor,
+        class_weight: Optional[Tensor],
+        scale: Tensor,
+        *arguments: Tensor,
+    ) -> tuple[Tensor, ...]:
+        total, losses, log_normalizer, argmax, entropy, *gradients = _compute_token_loss(
+            hidden, weight, bias, log_prior, arguments, target, class_weight, scale, *options
+        )
+        inputs = (hidden, weight, bias, log_prior, target, class_weight)
+        _save_for_backward(ctx, inputs, scale, arguments, options, losses, gradients)
+        ctx.mark_non_differentiable(log_normalizer, argmax, entropy)
+        return total, losses, log_normalizer, argmax, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *by_outputs: Optional[Tensor]) -> tuple[Any, ...]:
+        by_total, by_losses, *_ = by_outputs
+        dense = _token_loss_gradients(ctx, by_total, by_losses)
+        by_hidden, by_weight, by_bias, by_prior, *by_arguments, by_scale = dense
+        return (None, by_hidden, by_weight, by_bias, by_prior, None, None, by_scale, *by_arguments)
+
+
+def token_loss(
+    hidden: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    log_prior: Optional[Tensor],
+    arguments: Sequence[Tensor],
+    target: Tensor,
+    class_weight: Optional[Tensor],
+    scale: Tensor,
+    *options: Any,
+) -> Sequence[Tensor]:
+    """Total, losses, log normaliser, argmax and entropy, differentiable; the options are those of the op."""
+    if torch.compiler.is_compiling():
+        inputs = (hidden, weight, bias, log_prior, arguments, target, class_weight, scale)
+        return _token_loss_op(*inputs, *options)[:5]
+    return _EagerTokenLoss.apply(options, hidden, weight, bias, log_prior, target, class_weight, scale, *arguments)
 
 
 def _times(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -244,11 +315,17 @@ def _split_arguments(by_argument: Optional[Tensor], arguments: Sequence[Tensor])
     return [piece.view(a.shape).to(a.device, a.dtype) for piece, a in zip(pieces, arguments, strict=True)]
 
 
-def _not_differentiable_again(outputs: tuple[Optional[Tensor], ...]) -> tuple[Optional[Tensor], ...]:
-    """Under create_graph=True, gradients whose own derivative raises: never silently zero."""
+def _not_differentiable_again(
+    outputs: tuple[Optional[Tensor], ...], through: tuple[Optional[Tensor], ...]
+) -> tuple[Optional[Tensor], ...]:
+    """Under create_graph=True, gradients whose own derivative raises: never silently zero.
+
+    ``through`` leads to what they depend on; without it a derivative by that would be found unused, not raise.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return outputs
     present = [output.detach().requires_grad_() for output in outputs if output is not None]
+    present += [tensor for tensor in through if tensor is not None and tensor.requires_grad]
     raising = torch._C._functions.DelayedError(NO_SECOND_DERIVATIVE, len(present))(*present)
     marked = iter(raising if isinstance(raising, tuple | list) else (raising,))
     return tuple(None if output is None else next(marked) for output in outputs)
@@ -383,7 +460,7 @@ def _log_probs_backward(ctx: Any, by_log_p: Tensor) -> tuple[Any, ...]:
     needs = ctx.options[-1]
     *dense, by_argument = (gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True))
     by_hidden, by_weight, by_bias, by_prior, *by_arguments = _not_differentiable_again(
-        (*dense, *_split_arguments(by_argument, arguments))
+        (*dense, *_split_arguments(by_argument, arguments)), (by_log_p, *ctx.saved_tensors)
     )
     return (by_hidden, by_weight, by_bias, by_prior, by_arguments, *(None,) * len(ctx.options))
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sigsoftmax.analysis.capacity import CapacityConfig, CapacityResult, capacity_curves, softmax_width_of_equal_kl
+from sigsoftmax.analysis.capacity import CapacityResult, softmax_width_of_equal_kl
+from sigsoftmax.analysis.capacity_curves import CapacityConfig, capacity_curves
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.experiments.pictures import draw_bottleneck
