@@ -1,20 +1,30 @@
 """How benchmarks measure: implementations take turns in one process, so that ratios survive a machine that is shared.
 
-Each round runs every implementation once; a ratio is taken within a round, and the median over rounds is reported
-with its quartiles. Peak memory is measured apart from time.
+Each round runs every implementation once, in an order of its own; a ratio is taken within a round, and the median over
+rounds is reported with its quartiles. Peak memory is measured apart from time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import random
+import shlex
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
+import targets
 import torch
+from torch.profiler import ProfilerActivity, profile
+
+from sigsoftmax.records import Environment
 
 MIB = 2**20
 RECORDS = Path(__file__).parent / "records"
@@ -31,16 +41,48 @@ class Measurement:
     case: str
     implementation: str
     baseline: str
-    """the implementation that ratios are relative to"""
+    """the implementation that ratios are relative to; its own name if the case compares no times"""
     milliseconds: float
     milliseconds_quartiles: tuple[float, float]
     ratio: float
     ratio_quartiles: tuple[float, float]
     peak_mib: float | None
-    """peak memory beyond inputs and their gradients"""
+    """the most that torch's allocator had given out at once, beyond inputs and their gradients"""
     rounds: int
     target: str = ""
-    """what was aimed for"""
+    """what was aimed for, in the words of targets.py"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward and backward of a loss; the gradients are dropped at once, so that each step pays for freeing its own."""
+
+    loss: Callable[[], torch.Tensor]
+    leaves: Sequence[torch.Tensor]
+    """all tensors that receive a gradient"""
+
+    def __call__(self) -> None:
+        self.loss().backward()
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Implementations of the same thing."""
+
+    suite: str
+    name: str
+    baseline: str
+    implementations: Mapping[str, Step]
+    targets: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        # Found now, a mistake costs nothing; found when the page is written, it costs the run.
+        for name, target in self.targets.items():
+            named = [name, *(clause.other for clause in targets.clauses(target) if clause.other)]
+            if absent := [other for other in named if other not in self.implementations]:
+                raise ValueError(f"{self.name}: a target names {absent}, expected some of {[*self.implementations]}")
 
 
 def median_and_quartiles(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
@@ -48,17 +90,6 @@ def median_and_quartiles(values: Sequence[float]) -> tuple[float, tuple[float, f
         return values[0], (values[0], values[0])
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return middle, (low, high)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Implementations of the same thing; each entry computes forward and backward and drops its results."""
-
-    suite: str
-    name: str
-    baseline: str
-    implementations: Mapping[str, Callable[[], object]]
-    targets: Mapping[str, str]
 
 
 def take_turns(
@@ -73,14 +104,14 @@ def take_turns(
         run()
         run()
     times: dict[str, list[float]] = {name: [] for name in case.implementations}
-    gc.collect()
-    gc.disable()
-    try:
+    # What ran before leaves caches and the allocator in a state; nobody should always run after the same one.
+    shuffle = random.Random(0).shuffle
+    order = list(case.implementations)
+    with _no_garbage_collection():
         for _ in range(rounds):
-            for name, run in case.implementations.items():
-                times[name].append(milliseconds_of(run))
-    finally:
-        gc.enable()
+            shuffle(order)
+            for name in order:
+                times[name].append(milliseconds_of(case.implementations[name]))
     results = []
     for name, measured in times.items():
         milliseconds, quartiles = median_and_quartiles(measured)
@@ -111,38 +142,60 @@ def cpu_milliseconds(run: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def cpu_peak_mib(run: Callable[[], object], leaves: Sequence[torch.Tensor]) -> float | None:
-    """Peak resident memory of a run beyond its inputs and the gradients of the leaves; None off Linux."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    run()
-    for leaf in leaves:
-        leaf.grad = None
+def cpu_peak_mib(step: Step) -> float:
+    """The most that torch's CPU allocator had given out at once in a step, beyond the gradients of the leaves.
+
+    Counting at the allocator is exact and repeatable. The resident set of a process that has run other things is
+    neither: what malloc kept of them is in it before and is reused after, so that the difference can be negative.
+    """
+    step()  # compilation, and what is allocated once and kept
+    with _no_garbage_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    assert profiled.profiler is not None
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    peak = max(accumulate(changes, initial=0)) - gradient_bytes(step.leaves)
+    # All gradients are held at the end of the backward pass.
+    assert peak >= 0, "the profiler missed allocations, or a leaf received no gradient"
+    return peak / MIB
+
+
+def gradient_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t.requires_grad)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
     gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
-    def kib(field: str) -> int:
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
 
-    before = kib("VmRSS:")
-    Path("/proc/self/clear_refs").write_text("5")
-    run()
-    return (kib("VmHWM:") - before) / 1024 - gradient_bytes(leaves) / MIB
+def environment(device: torch.device | str = "cpu") -> Environment:
+    """Where this runs, with the command as one types it in the root of the repository."""
+    script = Path(sys.argv[0]).name
+    command = f"python benchmarks/{script} {shlex.join(sys.argv[1:])}".strip()
+    return dataclasses.replace(Environment.here(device), command=command)
 
 
 def table(measurements: Sequence[Measurement]) -> str:
     """Measurements as text, aligned."""
-    rows = [("implementation", "median ms", "ratio", "quartiles", "memory MiB", "target")]
+    case = {m.implementation: m for m in measurements}
+    rows = [("implementation", "median ms", "ratio", "quartiles", "memory MiB", "target", "met")]
     for m in measurements:
         low, high = m.ratio_quartiles
         rows.append(
             (
                 m.implementation + (" (baseline)" if m.implementation == m.baseline else ""),
-                f"{m.milliseconds:.3g}" if m.milliseconds < 1 else f"{m.milliseconds:.1f}",
+                milliseconds_text(m.milliseconds),
                 f"{m.ratio:.2f}",
                 f"{low:.2f}-{high:.2f}",
-                "" if m.peak_mib is None else f"{m.peak_mib:.0f}",
+                mib_text(m.peak_mib),
                 m.target,
+                targets.verdict(m, case),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -150,5 +203,11 @@ def table(measurements: Sequence[Measurement]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def gradient_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t.requires_grad)
+def milliseconds_text(milliseconds: float) -> str:
+    return f"{milliseconds:.3g}" if milliseconds < 1 else f"{milliseconds:,.1f}"
+
+
+def mib_text(mib: float | None) -> str:
+    if mib is None:
+        return ""
+    return f"{mib:.1f}" if mib < 10 else f"{mib:,.0f}"

@@ -218,6 +218,12 @@ def test_extras_given_as_one_name_are_not_taken_for_letters(call: Call) -> None:
     refuses(call, "extras must be a sequence of names, like ('argmax',), got 'argmax'", extras="argmax")
 
 
+@pytest.mark.parametrize("call", [linear, mixture], ids=lambda call: call.__name__)
+def test_unknown_ways_to_sum_the_weights_gradient(call: Call) -> None:
+    text = "weight_gradient must be one of 'auto', 'fast', 'buffered', 'exact', got 'quick'"
+    refuses(call, text, weight_gradient="quick")
+
+
 @pytest.mark.parametrize("call", [mixture, mixture_log_probs], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("floor", [-1e-8, math.inf, math.nan])
 def test_floor_out_of_its_range(call: Call, floor: float) -> None:

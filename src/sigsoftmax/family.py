@@ -61,8 +61,11 @@ def _logistic_phi(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
 
 
 def _logistic_slope(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
-    # The sum of two positive parts: alpha + beta sigmoid(c - z) cancels left of c for gss with k near 0.
-    return (alpha + beta) * torch.sigmoid(c - z) + alpha * torch.sigmoid(z - c)
+    # alpha + beta sigmoid(c - z) cancels left of c for gss with k near 0; each side is written from its own limit.
+    x = z - c
+    left = x < 0
+    beyond = beta * torch.sigmoid(torch.where(left, x, -x))
+    return torch.where(left, (alpha + beta) - beyond, alpha + beyond)
 
 
 def _logistic_less_offset(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:

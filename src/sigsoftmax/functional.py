@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from sigsoftmax import validation
 from sigsoftmax.backends import dispatch, ops, reference
-from sigsoftmax.backends.chunks import scaled
+from sigsoftmax.backends.chunks import scaled, token_scales
 from sigsoftmax.family import OutputFunction
 
 Function = str | OutputFunction
@@ -473,12 +473,21 @@ class _Loss:
         backend = dispatch.choose(
             self.backend, self.member.form, self.product_dtype, everything, needs_autograd_of=rare
         )
-        weights_N, is_empty = self._token_scales(reference.compute_dtype(self.product_dtype))
-        is_none = self.reduction == "none"
+        is_none, is_mean = self.reduction == "none", self.reduction == "mean"
+        scale_N = is_empty = None
+        if self.token_weights is not None or backend == "reference":
+            scale_N, is_empty = token_scales(
+                self.target,
+                None if self.token_weights is None else self.token_weights.reshape(-1),
+                self.class_weight,
+                self.ignore_index,
+                reference.compute_dtype(self.product_dtype),
+                is_mean=is_mean,
+            )
         if backend == "reference":
             results = self._reference(hidden_NKd, linear_weight, linear_bias, log_prior_NK)
             losses_N, log_normalizer_NK, argmax_N, entropy_N = results
-            total = None if is_none else scaled(losses_N, weights_N).sum()
+            total = None
         else:
             needs = [_needs(t) for t in tensors[:4]] + [any(map(_needs, self.arguments))]
             has_gradients = any(needs) and not is_none
@@ -490,7 +499,8 @@ class _Loss:
                 self.arguments,
                 self.target,
                 self.class_weight,
-                weights_N if has_gradients else weights_N.detach(),
+                scale_N if scale_N is None or has_gradients else scale_N.detach(),
+                is_mean,
                 self.member.form.name,
                 backend,
                 self.label_smoothing,
@@ -505,39 +515,20 @@ class _Loss:
                 has_gradients,
                 needs,
             )
-            if not is_none and not has_gradients and _needs(weights_N):
-                total = scaled(losses_N, weights_N).sum()
-        if total is None or is_none:
-            loss = scaled(losses_N, weights_N).to(self.dtype).view(self.leading)
+            if not has_gradients and _needs(scale_N):
+                total = None
+        if is_none:
+            loss = losses_N if scale_N is None else scaled(losses_N, scale_N)
+            loss = loss.view(self.leading)
         else:
-            if is_empty is not None:
-                total = torch.where(is_empty, torch.full_like(total, torch.nan), total)
-            loss = total.to(self.dtype)
+            if total is None:
+                assert scale_N is not None
+                total = scaled(losses_N, scale_N).sum()
+            loss = total if is_empty is None else torch.where(is_empty, torch.full_like(total, torch.nan), total)
+        loss = loss.to(self.dtype)
         if not self.wants_extras:
             return loss
         return loss, self._extras(log_normalizer_NK, argmax_N, entropy_N, is_mixture=log_prior_NK is not None)
-
-    def _token_scales(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """What each token's loss counts in the result, 0 if ignored; and for a mean, whether no token counts."""
-        kept = (
-            torch.ones(self.target.shape[0], dtype=torch.bool, device=self.target.device)
-            if self.target.is_floating_point()
-            else self.target != self.ignore_index
-        )
-        weights = torch.ones_like(kept, dtype=dtype)
-        if self.token_weights is not None:
-            weights = self.token_weights.reshape(-1).to(dtype)
-        weights = torch.where(kept, weights, torch.zeros_like(weights))
-        if self.reduction != "mean":
-            return weights, None
-        counted = weights
-        if self.class_weight is not None and not self.target.is_floating_point():
-            # An index out of range is reported by the backend; here it must only not break the look-up.
-            index = torch.where(kept, self.target, torch.zeros_like(self.target)).clamp(0, self.num_classes - 1)
-            counted = weights * self.class_weight.to(dtype)[index]
-        denominator = counted.sum()
-        scales = torch.where(kept, weights / denominator, torch.zeros_like(weights))
-        return scales, ~kept.any()
 
     def _reference(
         self,

@@ -70,7 +70,7 @@ def test_ranks(results):
 
 
 def test_rank_is_not_nats(results):
-    """sigsoftmax exceeds the rank bound of softmax and reaches no less KL than a per cent below it."""
+    """sigsoftmax exceeds the rank bound of softmax and stays within three per cent of its KL."""
     softmax, sigsoftmax = results["softmax", 4], results["sigsoftmax", 4]
     assert sigsoftmax.rank > softmax.rank
     assert sigsoftmax.kl > 0.97 * softmax.kl

@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tables import BACKENDS, MEMBERS, Member, assert_same, by_label, every_backend, every_member, gradients
+from tests.tables import (
+    BACKENDS,
+    MEMBERS,
+    Member,
+    assert_same,
+    by_label,
+    every_backend,
+    every_member,
+    frobenius_error,
+    gradients,
+)
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -21,8 +31,8 @@ import sigsoftmax
 from sigsoftmax.backends import ops
 
 N, K, V, D = 6, 2, 7, 4
-FORWARD_MODE = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-"""torch's own formulas of forward mode still call torch.jit.script."""
+TORCHSCRIPT = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+"""torch's own formulas of forward mode, and inductor, still call torch.jit.script."""
 SECOND_DERIVATIVE = r"no second derivative; pass backend='reference'"
 
 
@@ -325,19 +335,29 @@ def test_second_derivatives_of_a_fast_backend_raise(operation: Operation, reduct
 
 
 @every_reduction
-def test_second_derivatives_by_token_weights_raise_too(reduction: str) -> None:
+def test_second_derivatives_by_token_weights_raise_or_are_right(reduction: str) -> None:
     z, t = leaf(N, V), torch.rand(N, dtype=torch.float64).requires_grad_()
-    loss = sigsoftmax.cross_entropy(
-        z, TARGET, function="sigsoftmax", token_weights=t, reduction=reduction, backend="blocked"
-    )
-    by_z, by_t = torch.autograd.grad(loss.sum(), [z, t], create_graph=True)
+
+    def first_derivatives(backend: str) -> tuple[Tensor, ...]:
+        loss = sigsoftmax.cross_entropy(
+            z, TARGET, function="sigsoftmax", token_weights=t, reduction=reduction, backend=backend
+        )
+        return torch.autograd.grad(loss.sum(), [z, t], create_graph=True)
+
+    by_z, by_t = first_derivatives("blocked")
     with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
         torch.autograd.grad(by_z.square().sum(), [z, t], retain_graph=True)
-    with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
-        torch.autograd.grad(by_t.square().sum(), z)
+    if reduction != "none":
+        with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
+            torch.autograd.grad(by_t.square().sum(), z)
+        return
+    # Here by_t is the losses themselves, and their derivative is a first one.
+    (actual,) = torch.autograd.grad(by_t.square().sum(), z)
+    (expected,) = torch.autograd.grad(first_derivatives("reference")[1].square().sum(), z)
+    assert_same(actual, expected)
 
 
-@FORWARD_MODE
+@TORCHSCRIPT
 @every_operation
 def test_forward_mode_goes_to_the_reference(operation: Operation) -> None:
     inputs = [t.detach() for t in four_inputs()]
@@ -359,7 +379,7 @@ def test_forward_mode_goes_to_the_reference(operation: Operation) -> None:
     assert sigsoftmax.explain().backend == "blocked"
 
 
-@FORWARD_MODE
+@TORCHSCRIPT
 def test_forward_mode_by_token_weights_goes_to_the_reference() -> None:
     z, t = torch.randn(N, V, dtype=torch.float64), torch.rand(N, dtype=torch.float64)
     with forward_ad.dual_level():
@@ -426,7 +446,7 @@ def test_vmap_over_hidden_vectors(operation: Operation) -> None:
     assert_same(actual, torch.stack(expected))
 
 
-@FORWARD_MODE
+@TORCHSCRIPT
 def test_hessians_by_torch_func() -> None:
     z = torch.randn(1, V, dtype=torch.float64)
     target = torch.tensor([2])
@@ -539,8 +559,8 @@ def test_a_compiled_loss_still_checks_its_targets() -> None:
         compiled(torch.randn(2, V), torch.tensor([0, V]))
 
 
+@TORCHSCRIPT
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("operation", [linear_loss, mixture_loss], ids=lambda operation: operation.__name__)
 def test_compiled_by_inductor(operation: Operation) -> None:
@@ -561,6 +581,7 @@ def token_loss_arguments(**changes: Any) -> tuple[Any, ...]:
         "target": TARGET,
         "class_weight": torch.rand(V),
         "scale": torch.rand(N).requires_grad_(),
+        "is_mean": False,
         "form": "logistic",
         "backend": "blocked",
         "label_smoothing": 0.0,
@@ -718,24 +739,62 @@ def test_mixture_log_probs_in_mixed_dtypes(backend: str) -> None:
     assert_same(log_p, mixture_log_probs(*exact, function="sigsoftmax", backend="reference"), tolerance=0.06)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weight_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
-    """Over 64 chunks: bfloat16 sums would have several times the error of one product."""
-    tokens, classes, features = 512, 24, 8
+WAYS = ("auto", "fast", "buffered", "exact")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weight_gradients_over_many_chunks(dtype: torch.dtype, way: str) -> None:
+    """Over 64 chunks, in the error of one product; sums in the weight's own low precision have a price."""
+    tokens, classes, features, chunks = 512, 24, 8, 64
     hidden = torch.randn(tokens, features).to(dtype)
     weight = torch.randn(classes, features).to(dtype).requires_grad_()
     target = torch.randint(classes, (tokens,))
     exact = weight.detach().double().requires_grad_()
     truth = gradients(F.cross_entropy(hidden.double() @ exact.t(), target, reduction="sum"), [exact])[0]
+    plain = gradients(F.cross_entropy(hidden @ weight.t(), target, reduction="sum"), [weight])[0]
+    loss = sigsoftmax.linear_cross_entropy(
+        hidden,
+        weight,
+        target,
+        function="softmax",
+        reduction="sum",
+        chunk_bytes=tokens // chunks * classes * dtype.itemsize,
+        weight_gradient=way,
+        backend="blocked",
+    )
+    (actual,) = gradients(loss, [weight])
+    assert actual.dtype == dtype
+    price = ((chunks + 1) / 2) ** 0.5 if way == "fast" and dtype != torch.float32 else 1.0
+    bound = 1.5 * price * frobenius_error(plain, truth) + 0.5 * torch.finfo(dtype).eps * float(truth.norm())
+    assert frobenius_error(actual, truth) <= bound
 
-    def error(chunk_bytes: int) -> float:
-        loss = sigsoftmax.linear_cross_entropy(
-            hidden, weight, target, function="softmax", reduction="sum", chunk_bytes=chunk_bytes, backend="blocked"
-        )
-        return float((gradients(loss, [weight])[0].double() - truth).norm())
 
-    whole, pieces = error(2**30), error(8 * classes * dtype.itemsize)
-    assert pieces <= 1.5 * whole + torch.finfo(dtype).eps * 0.5 * float(truth.norm())
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("operation", [linear_loss, mixture_loss], ids=lambda operation: operation.__name__)
+@every_reduction
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_ways_of_summing_weight_gradients_agree(
+    operation: Operation, way: str, reduction: str, smoothing: float
+) -> None:
+    """For low precision, where they differ, every gradient is near float64's; the other gradients are as before."""
+    inputs = four_inputs(torch.bfloat16)
+    values = by_label["shifted(b per class)"].learned(V, torch.float32)
+    function = by_label["shifted(b per class)"].make(V, **values)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "function": function}
+    leaves = [*inputs, *values.values()]
+    loss = operation(*inputs, weight_gradient=way, chunk_bytes=2 * K * V * 2, backend="blocked", **options)
+    found = gradients(loss, leaves)
+    usual = gradients(operation(*inputs, chunk_bytes=2**20, backend="blocked", **options), leaves)
+    for a, e in zip(found, usual, strict=True):
+        assert a.dtype == e.dtype
+        assert float((a.double() - e.double()).norm()) <= 0.03 * float(e.double().norm())
+    wide = [t.detach().float().requires_grad_() for t in inputs]
+    in_float32 = [
+        gradients(operation(*wide, weight_gradient=w, chunk_bytes=100, backend="blocked", **options), wide)
+        for w in (way, "auto")
+    ]
+    assert all(torch.equal(a, e) for a, e in zip(*in_float32, strict=True)), "float32 weights are summed in place"
 
 
 def test_the_table_covers_every_backend_pair() -> None:

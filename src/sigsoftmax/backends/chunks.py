@@ -23,6 +23,32 @@ from sigsoftmax.backends.reference import MASK
 from sigsoftmax.backends.sources import LinearLogits, Source
 from sigsoftmax.family import Form
 
+
+def token_scales(
+    target: Tensor,
+    token_weights_N: Tensor | None,
+    class_weight_V: Tensor | None,
+    ignore_index: int,
+    dtype: torch.dtype,
+    *,
+    is_mean: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What each token's loss counts in the result, 0 if ignored; and for a mean, whether no token counts."""
+    is_dense = target.is_floating_point()
+    kept = torch.ones_like(target[..., 0], dtype=torch.bool) if is_dense else target != ignore_index
+    weights = torch.ones_like(kept, dtype=dtype) if token_weights_N is None else token_weights_N.to(dtype)
+    weights = torch.where(kept, weights, torch.zeros_like(weights))
+    if not is_mean:
+        return weights, None
+    counted = weights
+    if class_weight_V is not None and not is_dense:
+        # An index out of range is reported by the backend; here it must only not break the look-up.
+        index = torch.where(kept, target, torch.zeros_like(target)).clamp(0, class_weight_V.shape[0] - 1)
+        counted = weights * class_weight_V.to(dtype)[index]
+    scales = torch.where(kept, weights / counted.sum(), torch.zeros_like(weights))
+    return scales, ~kept.any()
+
+
 Vectors = TypeVar("Vectors", RowStats, RowCoefficients)
 
 

@@ -18,14 +18,74 @@ from torch import Tensor
 from sigsoftmax import validation
 from sigsoftmax.backends import dispatch, hugepages, reference
 from sigsoftmax.backends.blocked.any_form import FormRows
-from sigsoftmax.backends.chunks import LossLoop, LossOptions, MixtureBlock, scaled
+from sigsoftmax.backends.chunks import LossLoop, LossOptions, MixtureBlock, TokenLosses, scaled, token_scales
 from sigsoftmax.backends.sources import GivenLogits, LinearLogits, Source
-from sigsoftmax.family import form_by_name
+from sigsoftmax.family import Form, form_by_name
 
 NO_SECOND_DERIVATIVE = (
     b"sigsoftmax: the fast backends have no second derivative; pass backend='reference' (plain torch, which holds "
     b"the N x V logits) to differentiate twice"
 )
+
+
+def run_loss(
+    source: Source,
+    form: Form,
+    arguments: Sequence[Tensor],
+    target: Tensor,
+    options: LossOptions,
+    backend: str,
+    *,
+    log_prior_NK: Optional[Tensor],
+    class_weight_V: Optional[Tensor],
+    scale_N: Optional[Tensor],
+    is_mean: bool,
+    wants_gradient: bool,
+    needs_arguments: bool,
+) -> tuple[Tensor, TokenLosses, Optional[Tensor], list[Tensor]]:
+    """Total, tokens' losses, gradients of prior and arguments; those of the logits go to the source."""
+    if class_weight_V is not None:
+        validation.check_class_weight(class_weight_V)
+    make_routines = dispatch.row_routines(backend)
+    if backend == "triton" and not validation.wants_messages(target.device):
+        from sigsoftmax.backends.triton import plain, rows
+
+        if plain.is_plain(source, target, log_prior_NK, options):
+            routines = rows.TritonRows(form, arguments, source.logits_like, needs_arguments)
+            total, result = plain.plain_loss(
+                source,
+                routines,
+                target,
+                class_weight_V,
+                scale_N,
+                options,
+                is_mean=is_mean,
+                wants_gradient=wants_gradient,
+            )
+            return total, result, None, routines.argument_gradients()
+    validation.check_target(target, source.num_classes, options.ignore_index)
+    dtype = reference.compute_dtype(source.logits_like.dtype)
+    is_empty = None
+    if scale_N is None:
+        scale_N, is_empty = token_scales(target, None, class_weight_V, options.ignore_index, dtype, is_mean=is_mean)
+    scale_N = scale_N.to(dtype)
+    loop = LossLoop(
+        source,
+        form,
+        arguments,
+        target,
+        options,
+        make_routines,
+        log_prior_NK=log_prior_NK,
+        class_weight_V=class_weight_V,
+        scale_N=scale_N if wants_gradient else None,
+        needs_arguments=needs_arguments,
+    )
+    result = loop.run()
+    total = scaled(result.losses_N, scale_N).sum()
+    if is_empty is not None:
+        total = torch.where(is_empty, torch.full_like(total, torch.nan), total)
+    return total, result, loop.prior_gradient_NK, loop.argument_gradients()
 
 
 def _empty(like: Tensor) -> Tensor:
@@ -40,7 +100,8 @@ def _compute_token_loss(
     arguments: Sequence[Tensor],
     target: Tensor,
     class_weight: Optional[Tensor],
-    scale: Tensor,
+    scale: Optional[Tensor],
+    is_mean: bool,
     form: str,
     backend: str,
     label_smoothing: float,
@@ -57,12 +118,9 @@ def _compute_token_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Total and losses; log normaliser, argmax, entropy; gradients of hidden, weight, bias, prior, arguments.
 
+    ``scale`` is what each token counts in the total; without it kept tokens count alike, ``is_mean`` making it a mean.
     ``needs`` says which of the five gradients are wanted; without ``has_gradients`` none is computed.
     """
-    num_classes = hidden.shape[-1] if weight is None else weight.shape[0]
-    validation.check_target(target, num_classes, ignore_index)
-    if class_weight is not None:
-        validation.check_class_weight(class_weight)
     needs_hidden, needs_weight, needs_bias, needs_prior, needs_arguments = (has_gradients and need for need in needs)
     source: Source
     hidden_gradient = _empty(hidden)
@@ -83,27 +141,28 @@ def _compute_token_loss(
             needs_bias=needs_bias,
             weight_gradient=weight_gradient,
         )
-    scale_N = scale.to(reference.compute_dtype(source.logits_like.dtype))
-    loop = LossLoop(
+    options = LossOptions(
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        floor=floor,
+        ignore_index=ignore_index,
+        argmax=argmax,
+        entropy=entropy,
+    )
+    total, result, by_prior_NK, argument_gradients = run_loss(
         source,
         form_by_name(form),
         arguments,
         target,
-        LossOptions(
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            floor=floor,
-            ignore_index=ignore_index,
-            argmax=argmax,
-            entropy=entropy,
-        ),
-        dispatch.row_routines(backend),
+        options,
+        backend,
         log_prior_NK=log_prior,
         class_weight_V=class_weight,
-        scale_N=scale_N if has_gradients else None,
+        scale_N=scale,
+        is_mean=is_mean,
+        wants_gradient=has_gradients,
         needs_arguments=needs_arguments,
     )
-    result = loop.run()
     # Outputs of an op must not share memory, be they empty.
     by_weight, by_bias, by_prior, by_argument = (_empty(result.losses_N) for _ in range(4))
     if isinstance(source, LinearLogits):
@@ -113,11 +172,10 @@ def _compute_token_loss(
             by_weight = source.weight_gradient.to(weight.dtype)
         if source.bias_gradient is not None and bias is not None:
             by_bias = source.bias_gradient.to(bias.dtype)
-    if needs_prior and loop.prior_gradient_NK is not None and log_prior is not None:
-        by_prior = loop.prior_gradient_NK.to(log_prior.dtype)
+    if needs_prior and by_prior_NK is not None and log_prior is not None:
+        by_prior = by_prior_NK.to(log_prior.dtype)
     if needs_arguments:
-        by_argument = torch.cat([g.flatten() for g in loop.argument_gradients()])
-    total = scaled(result.losses_N, scale_N).sum()
+        by_argument = torch.cat([gradient.flatten() for gradient in argument_gradients])
     return (total, *result, hidden_gradient, by_weight, by_bias, by_prior, by_argument)
 
 
@@ -133,7 +191,8 @@ def _(
     arguments: Sequence[Tensor],
     target: Tensor,
     class_weight: Optional[Tensor],
-    scale: Tensor,
+    scale: Optional[Tensor],
+    is_mean: bool,
     form: str,
     backend: str,
     label_smoothing: float,
@@ -183,7 +242,7 @@ def _token_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 def _save_for_backward(
     ctx: Any,
     inputs: Sequence[Optional[Tensor]],
-    scale: Tensor,
+    scale: Optional[Tensor],
     arguments: Sequence[Tensor],
     options: Sequence[Any],
     losses: Tensor,
@@ -194,7 +253,7 @@ def _save_for_backward(
     ctx.num_arguments = len(arguments)
     ctx.options = options
     ctx.has_gradients, ctx.needs = options[-2], options[-1]
-    ctx.needs_scale = scale.requires_grad
+    ctx.needs_scale = scale is not None and scale.requires_grad
     if ctx.has_gradients:
         ctx.save_for_backward(losses, *gradients, *arguments)
     else:
@@ -224,11 +283,22 @@ def _token_loss_gradients(
         gradients = [_times(gradient, by_total) for gradient in gradients]
     else:
         hidden, weight, bias, log_prior, target, class_weight = saved[:6]
-        *options, _, needs = ctx.options
+        is_mean, *options, _, needs = ctx.options
         compute: Any = _token_loss_op if torch.compiler.is_compiling() else _compute_token_loss
         with torch.no_grad():
             results = compute(
-                hidden, weight, bias, log_prior, arguments, target, class_weight, by_losses, *options, True, needs
+                hidden,
+                weight,
+                bias,
+                log_prior,
+                arguments,
+                target,
+                class_weight,
+                by_losses,
+                is_mean,
+                *options,
+                True,
+                needs,
             )
         gradients = list(results[5:])
     *dense, by_argument = (gradient if needed else None for gradient, needed in zip(gradients, ctx.needs, strict=True))
@@ -252,7 +322,7 @@ class _EagerTokenLoss(torch.autograd.Function):
         log_prior: Optional[Tensor],
         target: Tensor,
         class_weight: Optional[Tensor],
-        scale: Tensor,
+        scale: Optional[Tensor],
         *arguments: Tensor,
     ) -> tuple[Tensor, ...]:
         total, losses, log_normalizer, argmax, entropy, *gradients = _compute_token_loss(
@@ -279,7 +349,7 @@ def token_loss(
     arguments: Sequence[Tensor],
     target: Tensor,
     class_weight: Optional[Tensor],
-    scale: Tensor,
+    scale: Optional[Tensor],
     *options: Any,
 ) -> Sequence[Tensor]:
     """Total, losses, log normaliser, argmax and entropy, differentiable; the options are those of the op."""

@@ -82,7 +82,9 @@ def offset(anchor, alpha, beta, c, centre, FORM: tl.constexpr):
 @triton.jit
 def slope(z, alpha, beta, c, FORM: tl.constexpr):
     if FORM == LOGISTIC:
-        return alpha + beta * sigmoid(c - z)
+        x = z - c
+        beyond = beta * sigmoid(-tl.abs(x))
+        return tl.where(x < 0, (alpha + beta) - beyond, alpha + beyond)
     elif FORM == RELU:
         return tl.where(z > 0, 1.0 / (tl.maximum(z, 0.0) + alpha), 0.0)
     else:

@@ -62,12 +62,30 @@ class TritonRows:
         self.is_softmax = form.name == "logistic" and beta == 0.0 and alpha is not None
         self.is_sigsoftmax = form.name == "logistic" and alpha == beta == 1.0 and c is not None
         self.is_fast = (self.is_softmax or self.is_sigsoftmax) and not needs_arguments
-        self._sums = [torch.zeros(a.shape, dtype=torch.float32, device=self.device) for a in self.arguments]
+        self._sums: list[Tensor] = []
+        if needs_arguments:
+            self._sums = [torch.zeros(a.shape, dtype=torch.float32, device=self.device) for a in self.arguments]
 
     def stats(
-        self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
+        self,
+        logits_RV: Tensor,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        argmax: bool,
+        entropy: bool,
+        vectors_6R: Tensor | None = None,
     ) -> RowStats:
-        return self._run(logits_RV, index_R, dense, argmax=argmax, entropy=entropy, stats=None, coefficients=None)
+        """``vectors_6R`` is memory for what is measured, in the order of ``RowStats``."""
+        return self._run(
+            logits_RV,
+            index_R,
+            dense,
+            argmax=argmax,
+            entropy=entropy,
+            stats=None,
+            coefficients=None,
+            vectors_6R=vectors_6R,
+        )
 
     def gradient(
         self,
@@ -90,6 +108,7 @@ class TritonRows:
         out_RV: Tensor,
         argmax: bool,
         entropy: bool,
+        vectors_6R: Tensor | None = None,
     ) -> RowStats:
         """Both in one pass, where the coefficients do not wait for the stats: by_normalizer += z_slope * log sum g."""
         return self._run(
@@ -102,6 +121,7 @@ class TritonRows:
             coefficients=coefficients,
             z_slope_R=z_slope_R,
             out_RV=out_RV,
+            vectors_6R=vectors_6R,
         )
 
     def gradient_of_classes(
@@ -140,6 +160,7 @@ class TritonRows:
         z_slope_R: Tensor | None = None,
         out_RV: Tensor | None = None,
         first_class: int = 0,
+        vectors_6R: Tensor | None = None,
     ) -> RowStats:
         rows = logits_RV.shape[0]
         if argmax and out_RV is not None and out_RV.data_ptr() == logits_RV.data_ptr():
@@ -149,7 +170,9 @@ class TritonRows:
             best = None
         measure = stats is None
         if stats is None:
-            vectors = torch.empty(6, rows, dtype=torch.float32, device=self.device)
+            vectors = vectors_6R
+            if vectors is None:
+                vectors = torch.empty(6, rows, dtype=torch.float32, device=self.device)
             stats = RowStats(
                 vectors[0],
                 vectors[1],

@@ -1,0 +1,95 @@
+"""What a benchmark aims for, as text that people read and that is also judged.
+
+A target is a list of clauses with commas between them:
+
+    <= 1.0x                    the median ratio to the case's baseline
+    <= 1.03x of ours softmax   the ratio to another implementation of the case
+    <= 1.6 ms                  the median time
+    <= 64 MiB                  the peak memory
+    <= 1/10 of the memory      the peak memory relative to the baseline's
+    flat                       the peak memory, within a tenth of the smallest in the case
+    aim 0.6x, aim 1.25 ms      what would be better still; missing it misses no target
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from measuring import Measurement
+
+FLAT = 1.1
+"""What `flat` allows: the memory of a few numbers a token is there, and is not worth hiding."""
+
+Quantity = Literal["x", "ms", "MiB", "of the memory", "flat"]
+CLAUSE = re.compile(
+    r"(?P<word><=|aim) (?:(?P<whole>\d+(?:\.\d+)?)|1/(?P<part>[1-9]\d*))"
+    r"(?:(?P<ratio>x)(?: of (?P<other>.+))?| (?P<unit>ms|MiB|of the memory))"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clause:
+    text: str
+    quantity: Quantity
+    bound: float
+    other: str = ""
+    """the implementation that a ratio is relative to; empty: the baseline"""
+    is_aim: bool = False
+
+    def holds(self, own: Measurement, case: Mapping[str, Measurement]) -> bool | None:
+        """Whether a measurement keeps to it, given all of its case by name; None if the memory was not measured."""
+        value = self._value(own, case)
+        return None if value is None else value <= self.bound
+
+    def _value(self, own: Measurement, case: Mapping[str, Measurement]) -> float | None:
+        if self.quantity == "x":
+            return own.ratio / case[self.other].ratio if self.other else own.ratio
+        if self.quantity == "ms":
+            return own.milliseconds
+        if self.quantity == "MiB" or own.peak_mib is None:
+            return own.peak_mib
+        known = [m.peak_mib for m in case.values() if m.peak_mib is not None]
+        reference = min(known) if self.quantity == "flat" else case[own.baseline].peak_mib
+        return own.peak_mib / reference if reference else None
+
+
+def clauses(target: str) -> list[Clause]:
+    """The clauses of a target; ValueError for what could not be judged."""
+    return [_clause(text.strip()) for text in target.split(",")] if target else []
+
+
+def _clause(text: str) -> Clause:
+    if text == "flat":
+        return Clause(text=text, quantity="flat", bound=FLAT)
+    match = CLAUSE.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"cannot judge the target {text!r}; expected '<= 1.0x', '<= 1.0x of NAME', '<= 1.6 ms', '<= 64 MiB', "
+            "'<= 1/10 of the memory', 'flat', or one of these with 'aim' instead of '<='"
+        )
+    return Clause(
+        text=text,
+        quantity=match["ratio"] or match["unit"],  # type: ignore[arg-type]
+        bound=float(match["whole"]) if match["whole"] else 1 / int(match["part"]),
+        other=match["other"] or "",
+        is_aim=match["word"] == "aim",
+    )
+
+
+def verdict(own: Measurement, case: Mapping[str, Measurement]) -> str:
+    """`yes`, or which clauses fail; then whether an aim was reached. Empty without a target."""
+    judged = [(clause, clause.holds(own, case)) for clause in clauses(own.target)]
+    required = [(clause.text, held) for clause, held in judged if not clause.is_aim]
+    parts = []
+    if failed := [text for text, held in required if held is False]:
+        parts.append("no: " + ", ".join(failed))
+    if unknown := [text for text, held in required if held is None]:
+        parts.append("not measured: " + ", ".join(unknown))
+    if required and not parts:
+        parts.append("yes")
+    parts += [f"{clause.text}: {'reached' if held else 'not reached'}" for clause, held in judged if clause.is_aim]
+    return "; ".join(parts)

@@ -1,0 +1,223 @@
+"""The plain loss on a GPU in few launches: class indices, no smoothing, no mixture, no extras.
+
+It is what nearly every training step asks for, and for a small model its time is that of the host. So the arithmetic
+on vectors of length N that ``chunks`` does in a few dozen torch operations is two kernels here, before and after
+the rows. A sum over tokens runs in one program, in a fixed order.
+
+Shapes: N tokens, V classes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sigsoftmax.backends.chunks import LossOptions, TokenLosses
+from sigsoftmax.backends.interface import RowCoefficients, RowStats
+from sigsoftmax.backends.sources import LinearLogits, Source
+from sigsoftmax.backends.triton.rows import TritonRows
+
+MOST_TOKENS = 2**17
+"""Beyond it one program for all tokens would be slower than many torch operations."""
+
+
+@triton.jit
+def before_kernel(
+    target,
+    class_weight,
+    given_scale,
+    index,
+    scale,
+    by_normalizer,
+    by_target,
+    z_slope,
+    empty,
+    N,
+    V,
+    ignore_index,
+    z_loss,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Check the targets, and write what each token counts: 1 over the sum of weights for a mean."""
+    counted = tl.zeros([BLOCK], tl.float32)
+    kept_tokens = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, N, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        y = tl.load(target + position, mask=position < N, other=ignore_index)
+        is_kept = y != ignore_index
+        tl.device_assert((y == ignore_index) | ((y >= 0) & (y < V)), "target out of range; see SIGSOFTMAX_CHECK=1")
+        weight = tl.where(is_kept, 1.0, 0.0)
+        if HAS_WEIGHT:
+            weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
+        counted += weight
+        kept_tokens += is_kept.to(tl.int32)
+    share = tl.full((), 1.0, tl.float32)
+    if IS_MEAN:
+        share = 1.0 / tl.sum(counted, 0)
+        tl.store(empty, tl.where(tl.sum(kept_tokens, 0) == 0, float("nan"), 0.0))
+    else:
+        tl.store(empty, 0.0)
+    for start in range(0, N, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < N
+        y = tl.load(target + position, mask=inside, other=ignore_index)
+        is_kept = y != ignore_index
+        token_scale = tl.where(is_kept, share, 0.0)
+        if HAS_SCALE:
+            token_scale = tl.where(is_kept, tl.load(given_scale + position, mask=inside, other=0.0), 0.0)
+        coefficient = token_scale
+        if HAS_WEIGHT:
+            weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
+            coefficient = tl.where(token_scale == 0, 0.0, token_scale * weight)
+        tl.store(index + position, tl.where(is_kept, y, 0), mask=inside)
+        tl.store(scale + position, token_scale, mask=inside)
+        tl.store(by_normalizer + position, coefficient, mask=inside)
+        tl.store(by_target + position, -coefficient, mask=inside)
+        tl.store(z_slope + position, 2.0 * z_loss * token_scale, mask=inside)
+
+
+@triton.jit
+def after_kernel(
+    target,
+    class_weight,
+    scale,
+    offset,
+    normalizer,
+    at_target,
+    empty,
+    losses,
+    log_normalizer,
+    total,
+    N,
+    ignore_index,
+    z_loss,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The loss of each token, 0 for an ignored one, and their weighted total."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < N
+        y = tl.load(target + position, mask=inside, other=ignore_index)
+        is_kept = y != ignore_index
+        n = tl.load(normalizer + position, mask=inside, other=0.0)
+        log_sum = n + tl.load(offset + position, mask=inside, other=0.0)
+        tl.store(log_normalizer + position, log_sum, mask=inside)
+        loss = n - tl.load(at_target + position, mask=inside, other=0.0)
+        if HAS_WEIGHT:
+            loss *= tl.load(class_weight + y, mask=is_kept, other=0.0)
+        if HAS_Z_LOSS:
+            loss += z_loss * log_sum * log_sum
+        loss = tl.where(is_kept, loss, 0.0)
+        tl.store(losses + position, loss, mask=inside)
+        token_scale = tl.load(scale + position, mask=inside, other=0.0)
+        sums += tl.where(token_scale == 0, 0.0, token_scale * loss)
+    tl.store(total, tl.sum(sums, 0) + tl.load(empty))
+
+
+def is_plain(source: Source, target: Tensor, log_prior: Tensor | None, options: LossOptions) -> bool:
+    """Whether :func:`plain_loss` computes this."""
+    is_rare = options.label_smoothing or options.argmax or options.entropy or target.is_floating_point()
+    return not is_rare and log_prior is None and 0 < source.num_tokens <= MOST_TOKENS
+
+
+def plain_loss(
+    source: Source,
+    routines: TritonRows,
+    target_N: Tensor,
+    class_weight_V: Tensor | None,
+    scale_N: Tensor | None,
+    options: LossOptions,
+    *,
+    is_mean: bool,
+    wants_gradient: bool,
+) -> tuple[Tensor, TokenLosses]:
+    """The total and the tokens' losses; gradients go to the source. Without ``scale_N`` every kept token counts 1,
+    divided by the sum of their class weights for a mean.
+    """
+    tokens = source.num_tokens
+    device = target_N.device
+    index_N = torch.empty_like(target_N)
+    vectors = torch.empty(12, tokens, dtype=torch.float32, device=device)
+    scale, by_normalizer, by_target, z_slope, losses, log_normalizer = vectors[:6]
+    numbers = torch.empty(2, dtype=torch.float32, device=device)
+    class_weight = None if class_weight_V is None else class_weight_V.float().contiguous()
+    if scale_N is not None:
+        scale_N = scale_N.float().contiguous()
+    launch = {"BLOCK": min(4096, triton.next_power_of_2(max(tokens, 32))), "num_warps": 16}
+    before_kernel[(1,)](
+        target_N,
+        scale if class_weight is None else class_weight,
+        scale if scale_N is None else scale_N,
+        index_N,
+        scale,
+        by_normalizer,
+        by_target,
+        z_slope,
+        numbers[1:],
+        tokens,
+        source.num_classes,
+        options.ignore_index,
+        options.z_loss,
+        HAS_WEIGHT=class_weight is not None,
+        HAS_SCALE=scale_N is not None,
+        IS_MEAN=is_mean and scale_N is None,
+        debug=True,
+        **launch,
+    )
+    stats_6N = vectors[6:]
+    walks_classes = wants_gradient and isinstance(source, LinearLogits) and source.walks_classes
+    for first, logits_RV in source.chunks():
+        span = slice(first, first + logits_RV.shape[0])
+        if wants_gradient and not walks_classes:
+            coefficients = RowCoefficients(by_normalizer[span], by_target[span], None, None)
+            routines.stats_and_gradient(
+                logits_RV,
+                coefficients,
+                z_slope[span] if options.z_loss else None,
+                index_N[span],
+                None,
+                source.gradient_rows(0, logits_RV),
+                argmax=False,
+                entropy=False,
+                vectors_6R=stats_6N[:, span],
+            )
+            source.backpropagate()
+        else:
+            routines.stats(logits_RV, index_N[span], None, argmax=False, entropy=False, vectors_6R=stats_6N[:, span])
+    anchor, offset, normalizer, at_target = stats_6N[:4]
+    if walks_classes and isinstance(source, LinearLogits):
+        if options.z_loss:
+            by_normalizer = by_normalizer + z_slope * (offset + normalizer)
+        stats = RowStats(anchor, offset, normalizer, at_target, None, None, None)
+        coefficients = RowCoefficients(by_normalizer, by_target, None, None)
+        for first_class, logits_RV in source.class_blocks():
+            routines.gradient_of_classes(logits_RV, stats, coefficients, index_N, None, first_class)
+    total = torch.empty((), dtype=torch.float32, device=device)
+    after_kernel[(1,)](
+        target_N,
+        scale if class_weight is None else class_weight,
+        scale,
+        offset,
+        normalizer,
+        at_target,
+        numbers[1:],
+        losses,
+        log_normalizer,
+        total,
+        tokens,
+        options.ignore_index,
+        options.z_loss,
+        HAS_WEIGHT=class_weight is not None,
+        HAS_Z_LOSS=options.z_loss != 0,
+        **launch,
+    )
+    none = index_N.new_empty(0)
+    return total, TokenLosses(losses, log_normalizer.unsqueeze(-1), none, losses.new_empty(0))

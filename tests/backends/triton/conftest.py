@@ -1,0 +1,30 @@
+"""How kernels are tested where there is no GPU.
+
+Triton has an interpreter that runs kernels on CPU tensors. It is chosen when kernels are defined, for a whole process,
+by TRITON_INTERPRET=1, while the tests around these want kernels that compile. So there are two kinds of files here:
+
+* ``test_rows`` and ``test_losses`` run kernels. On a machine with a GPU they run on it. Elsewhere they skip themselves,
+  and ``test_interpreted`` runs each of them in a process of its own that has the variable set;
+* ``test_compile`` needs no GPU, ``test_gpu`` needs one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime import interpreter
+
+    # The interpreter replaces the functions of the language again in every call of a kernel's helper, which is most of
+    # its time. Once for each helper is enough.
+    _original_call = interpreter.InterpretedFunction.__call__
+    _prepared: set[Any] = set()
+
+    def _call(self: Any, *arguments: Any, **options: Any) -> Any:
+        if self.fn not in _prepared:
+            _prepared.add(self.fn)
+            return _original_call(self, *arguments, **options)
+        return self.rewrite()(*arguments, **options)
+
+    interpreter.InterpretedFunction.__call__ = _call
