@@ -110,7 +110,7 @@ def hard_rows(num_classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(R, V) of logits, one row for each difficulty, and the rows that the loss does not use."""
     far = 1e4 if dtype == torch.float32 else 2e3
     last = num_classes - 1
-    first_tile = min(rows.fast_shape(num_classes, dtype.itemsize)[0], last)
+
     table = torch.randn(17, num_classes, dtype=torch.float64)
     table[1] *= 3.0
     table[2] -= 50.0
@@ -123,9 +123,9 @@ def hard_rows(num_classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     table[9, last] -= 0.5 * far
     table[10, last] += far
     # Tiles that hold nothing, before others whose logits lie far from 0, or near it.
-    table[11, :first_tile] = LEAST
+    table[11, :-9] = LEAST
     table[11] -= 40.0
-    table[12, :first_tile] = LEAST
+    table[12, :-9] = LEAST
     table[13, ::2] = LEAST
     table[13, last] = 1.0
     table[14] = LEAST
@@ -245,7 +245,7 @@ def by_kernels(problem: Problem, *, in_place: bool = False, out_dtype: torch.dty
 
 def assert_within(name: str, found: Tensor, truth: Tensor, plain: Tensor, floor: Tensor) -> None:
     """Each row's error is at most SLACK times plain torch's, plus a floor; NaN and infinities must agree."""
-    found, truth, plain = (t.reshape(t.shape[0], -1) for t in (found, truth, plain))
+    found, truth, plain = (t.unsqueeze(-1).flatten(1) for t in (found, truth, plain))
     is_number = truth.isfinite()
     same = torch.where(is_number, found.isfinite(), (found == truth) | (found.isnan() & truth.isnan()))
     where = (~same).nonzero()[:5].tolist()
@@ -260,7 +260,8 @@ def assert_right(problem: Problem, found: Results, out_dtype: torch.dtype | None
     truth, plain = by_reference(problem, torch.float64), by_reference(problem, problem.logits.dtype)
     used = problem.used
     sizes = {
-        "normalizer": 1.0 + truth.stats.normalizer.abs(),
+        # It is summed relative to a logit up to fast.FAR below the largest.
+        "normalizer": 2.0 + truth.stats.normalizer.abs(),
         "offset": 1.0 + truth.stats.offset.abs(),
         "entropy": 1.0 + truth.stats.normalizer.abs(),
     }
@@ -412,3 +413,65 @@ def test_in_place_and_twice_give_the_same_bits(member: Member, options: Options)
         for a, b in zip((*other.stats, *other.by_arguments), (*first.stats, *first.by_arguments), strict=True):
             if a is not None or b is not None:
                 torch.testing.assert_close(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+# Classes in ranges
+
+
+@pytest.mark.parametrize("options", [TWO_CALLS, replace(EVERYTHING, is_fused=False, has_z_slope=False)], ids=str)
+@pytest.mark.parametrize(
+    "member", [by_label[m] for m in ("softmax", "sigsoftmax", "gss(k=2, c=1)", "gss(k=0.5, c per class)")], ids=str
+)
+def test_gradients_a_range_of_classes_at_a_time(member: Member, options: Options) -> None:
+    """Rows are measured as a whole, then the gradient overwrites ranges of them."""
+    table, unused = hard_rows(301, torch.float32)
+    problem = make_problem(member, table, unused, options)
+    logits = table.to(DEVICE)
+    form, arguments = member.make(301).form, arguments_of(problem)
+    arguments = [a.to(DEVICE, torch.float32) if options.on_device or a.ndim else a for a in arguments]
+    routines = TritonRows(form, arguments, logits, problem.options.learns)
+    index, dense = to_device(problem.index), to_device(problem.dense)
+    # Unused rows are known by their coefficients.
+    coefficients = RowCoefficients(*map(to_device, problem.coefficients))._replace(unused=None)
+    stats = routines.stats(logits, index, dense, options.extras, options.extras)
+    pieces = []
+    for first, last in ((0, 128), (128, 192), (192, 193), (193, 301)):
+        piece = logits[:, first:last].clone()
+        routines.gradient_of_classes(piece, stats, coefficients, index, dense, first)
+        pieces.append(piece)
+    by_arguments = routines.argument_gradients() if problem.options.learns else []
+    assert_right(problem, results(stats, torch.cat(pieces, -1), by_arguments))
+
+
+# Numbers at the edges
+
+
+@pytest.mark.parametrize("options", [PLAIN, TWO_CALLS, EVERYTHING], ids=str)
+@every_member
+def test_no_nan_for_any_finite_logit(member: Member, options: Options) -> None:
+    largest = torch.finfo(torch.float32).max
+    ramp = torch.linspace(-1.0, 1.0, 301)
+    few = torch.tensor([ramp.tolist(), ramp.sign().tolist(), ramp.flip(0).tolist()])
+    logits = torch.cat([few * largest, few.clamp(max=0.0) * largest, few.clamp(min=0.0) * largest, few * 1e-40])
+    logits = torch.cat([logits, torch.full((1, 301), largest), torch.full((1, 301), -largest)])
+    # z-loss squares such numbers, and sums over classes of them are not finite.
+    problem = make_problem(member, logits, [], replace(options, has_z_slope=False, dense="", learns=False))
+    found = by_kernels(problem)
+    assert found.gradient.isfinite().all()
+    assert found.stats.target is not None
+    losses = found.stats.normalizer - found.stats.target
+    assert not losses.isnan().any()
+    assert (losses >= -1e-5).all()
+
+
+# The incoming gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.25, 0.0])
+def test_scaling(dtype: torch.dtype, factor: float) -> None:
+    values = torch.randn(9001, device=DEVICE).to(dtype)
+    expected = values * factor
+    scaling.scale_kernel[(2,)](values[:-1], torch.tensor(factor, device=DEVICE), 9000, BLOCK=1024)
+    assert torch.equal(values[:-1], expected[:-1])
+    assert values[-1] == expected[-1] / factor if factor else values[-1] != 0, "written beyond the end"

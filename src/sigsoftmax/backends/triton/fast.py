@@ -16,7 +16,7 @@ import triton.language as tl
 from sigsoftmax.backends.triton import forms
 
 FAR = tl.constexpr(16.0)
-"""A row is summed again when its largest logit lies further above the first tile's; exp of it costs that many ulps."""
+"""A row is summed again when its largest phi lies further above the first tile's; exp of it costs that many ulps."""
 SMALLEST_BEND = tl.constexpr(1e-18)
 """Below it the bend of sigsoftmax only touches classes whose probability is smaller still; its square is a float."""
 
@@ -46,6 +46,17 @@ def _row_offset(reference, alpha, c, IS_SIG: tl.constexpr):
         return reference + tl.minimum(reference - c, 0.0)
     else:
         return alpha * reference
+
+
+@triton.jit
+def _offset_gap(reference, anchor, alpha, c, IS_SIG: tl.constexpr):
+    """The offset for one reference less that for another, from their difference: far from 0 offsets are rounded."""
+    gap = reference - anchor
+    if IS_SIG:
+        bent = tl.minimum(reference - c, 0.0) - tl.minimum(anchor - c, 0.0)
+        return gap + tl.where((reference < c) & (anchor < c), gap, bent)
+    else:
+        return alpha * gap
 
 
 @triton.jit
@@ -110,12 +121,12 @@ def rows_kernel(
             a, b = _bend(reference, c, IS_SIG)
             total, anchor = _sum_row(pointer, reference, alpha, a, b, V, IS_SIG, LANES)
             anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
-            if tl.abs(anchor - reference) > FAR:
+            if tl.abs(anchor - reference) * alpha > FAR:
                 reference = anchor
                 a, b = _bend(reference, c, IS_SIG)
                 total, _ = _sum_row(pointer, reference, alpha, a, b, V, IS_SIG, LANES)
             offset = _row_offset(anchor, alpha, c, IS_SIG)
-            normalizer = tl.log(total) + (_row_offset(reference, alpha, c, IS_SIG) - offset)
+            normalizer = tl.log(total) + _offset_gap(reference, anchor, alpha, c, IS_SIG)
             tl.store(anchor_R + row, anchor)
             tl.store(offset_R + row, offset)
             tl.store(normalizer_R + row, normalizer)

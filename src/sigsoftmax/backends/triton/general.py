@@ -165,7 +165,8 @@ def rows_kernel(
             if C_PER_CLASS:
                 c = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)
             value = forms.relative(safe_z, anchor, alpha, beta, c, centre, FORM)
-            by_phi = tl.where(is_kept, by_n * tl.exp(value - normalizer), 0.0)
+            # NaN where all classes are masked, as under torch's softmax.
+            by_phi = by_n * tl.exp(tl.where(is_kept, value, -float("inf")) - normalizer)
             if HAS_DENSE:
                 by_phi += by_d * tl.load(dense_pointer + position, mask=inside, other=0.0)
             if HAS_INDEX:
@@ -182,7 +183,7 @@ def rows_kernel(
                 by_alpha += tl.where(counted == 0, 0.0, counted * gap)
                 log_sigmoid = forms.relative(safe_z, anchor, 0.0, 1.0, c, centre, FORM)
                 by_beta += tl.where(counted == 0, 0.0, counted * log_sigmoid)
-                by_c -= counted * beta * forms.sigmoid(c - safe_z)
+                by_c -= tl.where(counted == 0, 0.0, counted * beta * forms.sigmoid(c - safe_z))
             tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=inside)
         if ARGUMENTS:
             row_sum = tl.sum(sum_by_phi, 0)
