@@ -7,6 +7,7 @@ Every figure is forward + backward in float32. A full run writes records to benc
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -138,12 +139,8 @@ def flat_memory(sizes: tuple[int, ...], features: int, classes: int) -> Iterator
     for tokens in sizes:
         hidden = torch.randn(tokens, features, requires_grad=True)
         target = torch.randint(classes, (tokens,))
-        step = Step(
-            lambda hidden=hidden, target=target: sigsoftmax.linear_cross_entropy(
-                hidden, weight, target, function="sigsoftmax"
-            ),
-            [hidden, weight],
-        )
+        loss = functools.partial(sigsoftmax.linear_cross_entropy, hidden, weight, target, function="sigsoftmax")
+        step = Step(loss, [hidden, weight])
         peak_mib = cpu_peak_mib(step)
         milliseconds = cpu_milliseconds(step)
         name = f"ours sigsoftmax, N={tokens}"
@@ -198,7 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="records are written here, anew (default: benchmarks/records/cpu.jsonl for all cases in full size, else none)",
+        help="records are written here, anew (default: benchmarks/records/cpu.jsonl if all cases run in full size)",
     )
     options = parser.parse_args()
     if options.out is None and not (options.only or options.smoke):

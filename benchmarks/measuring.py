@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import random
 import shlex
 import statistics
@@ -25,6 +26,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sigsoftmax.records import Environment
+
+# The profiler reports each start and stop on stderr otherwise.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 MIB = 2**20
 RECORDS = Path(__file__).parent / "records"

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.functional import Extras
+from sigsoftmax.loss import Extras
 
 N, K, V, D = 7, 3, 5, 4
 ALL_EXTRAS = ("log_normalizer", "argmax", "entropy")

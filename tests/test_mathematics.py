@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigsoftmax.backends import reference
-from sigsoftmax.family import LOGISTIC, RELU, SOFTCAP, Form, OutputFunction, table
+from sigsoftmax.family import OutputFunction, table
+from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, Form
 
 PAGE = Path(__file__).parents[1] / "docs" / "mathematics.md"
 FLOAT64_NOISE = 1e-12

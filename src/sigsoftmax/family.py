@@ -1,18 +1,11 @@
-"""The family of output functions: the one place where phi and its slope are written down.
+"""The family of output functions: its members, their parameters, and how to add one.
 
 An output function is ``f(z)_i = g(z_i) / sum_m g(z_m)``. With ``phi = log g`` it is softmax of a transformed
-logit, so a member is given by ``phi``, its slope ``phi'`` and the derivatives of ``phi`` by its parameters.
-Losses, modules, kernels, the command line and the tests are derived from what stands here.
-
-Two levels keep the mathematics small:
-
-* a :class:`Form` is a formula for ``phi`` with arguments. ``logistic`` alone covers five members, because
-  softmax, sigsoftmax, its shifted version, sigmoid and gss are all ``alpha z + beta log sigmoid(z - c)``;
-* a :class:`Definition` names a member, its parameters, and how they become the arguments of a form.
+logit, so a member is given by ``phi``, its slope ``phi'`` and the derivatives of ``phi`` by its parameters. The
+formulas stand in ``forms``; a :class:`Definition` here names a member, its parameters, and how they become the
+arguments of a form. Losses, modules, kernels, the command line and the tests are derived from these two files.
 
 Users meet :class:`OutputFunction`: a definition with values for its parameters.
-
-Shapes: N rows, V classes. Arguments of a form are tensors of shape () or (V,).
 """
 
 from __future__ import annotations
@@ -26,140 +19,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Pair
 
 __all__ = ["Definition", "Form", "Learned", "OutputFunction", "Parameter", "names", "register_function"]
-
-Pair = tuple[Tensor, Tensor]
-ArgumentSlopes = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class Form:
-    """A formula for phi. Masked classes (logit -inf) never reach these functions: see ``backends.reference``.
-
-    ``relative(z, anchor, *arguments)`` returns ``(phi(z) - offset, offset)`` for an anchor that is the largest
-    logit of the row. It exists because ``phi(z) - phi(anchor)`` cancels: near ``z = -1e4`` the difference of two
-    float32 values of phi is off by 6e-4. The offset is constant in z and differentiable in the arguments.
-
-    ``argument_slopes(z, anchor, *arguments)`` returns the derivatives of these two results by each argument.
-    """
-
-    name: str
-    phi: Callable[..., Tensor]
-    slope: Callable[..., Tensor]
-    relative: Callable[..., Pair]
-    argument_slopes: Callable[..., ArgumentSlopes]
-    is_builtin: bool = True
-
-
-# Logistic: phi(z) = alpha z + beta log sigmoid(z - c)
-
-
-def _logistic_phi(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
-    return alpha * z + beta * F.logsigmoid(z - c)
-
-
-def _logistic_slope(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
-    # alpha + beta sigmoid(c - z) cancels left of c for gss with k near 0; each side is written from its own limit.
-    x = z - c
-    left = x < 0
-    beyond = beta * torch.sigmoid(torch.where(left, x, -x))
-    return torch.where(left, (alpha + beta) - beyond, alpha + beyond)
-
-
-def _logistic_less_offset(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
-    """phi less its offset as a piecewise linear function plus a tail.
-
-    ``log sigmoid(x)`` is ``min(x, 0)`` plus a tail that is even in x, so left of c phi has the slope alpha + beta and
-    right of it alpha. Each piece is written so that nothing large is subtracted from something like it: not the logit
-    of the row's largest, and not one slope from the other (they cancel for gss with k near 0).
-    """
-    centre = c.detach().mean()
-    x = z - c
-    left = x < 0
-    tail = F.logsigmoid(torch.where(left, -x, x))
-    # Halved, because the difference of the extreme floats overflows, and 0 * inf is NaN.
-    half_gap = 0.5 * z - 0.5 * anchor
-    along_right = (2.0 * alpha) * half_gap
-    line = torch.where(
-        anchor > centre,
-        torch.where(left, (alpha + beta) * x - alpha * (anchor - c), along_right),
-        torch.where(
-            left, (2.0 * (alpha + beta)) * half_gap + beta * (centre - c), along_right - beta * (anchor - centre)
-        ),
-    )
-    return line + beta * tail
-
-
-def _logistic_relative(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Pair:
-    return _logistic_less_offset(z, anchor, alpha, beta, c), alpha * anchor + beta * (anchor - c.detach().mean()).clamp(
-        max=0.0
-    )
-
-
-def _logistic_argument_slopes(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> ArgumentSlopes:
-    # phi is linear in beta: its derivative is phi itself for alpha = 0, beta = 1.
-    none, one = torch.zeros_like(alpha), torch.ones_like(beta)
-    by_beta, offset_by_beta = _logistic_relative(z, anchor, none, one, c)
-    # The difference of the extreme floats overflows; a class that far below has probability 0, and 0 * inf is NaN.
-    by_alpha = (z - anchor).clamp(min=torch.finfo(z.dtype).min)
-    return (by_alpha, by_beta, -beta * torch.sigmoid(c - z)), (anchor, offset_by_beta, torch.zeros_like(anchor))
-
-
-# The form of relu: phi(z) is the logarithm of max(z, 0) + eps.
-
-
-def _relu_phi(z: Tensor, eps: Tensor) -> Tensor:
-    return torch.log(torch.relu(z) + eps)
-
-
-def _relu_slope(z: Tensor, eps: Tensor) -> Tensor:
-    return (z > 0) / (torch.relu(z) + eps)
-
-
-def _relu_relative(z: Tensor, anchor: Tensor, eps: Tensor) -> Pair:
-    offset = _relu_phi(anchor, eps)
-    return _relu_phi(z, eps) - offset, offset
-
-
-def _relu_argument_slopes(z: Tensor, anchor: Tensor, eps: Tensor) -> ArgumentSlopes:
-    at_anchor = 1.0 / (torch.relu(anchor) + eps)
-    return (1.0 / (torch.relu(z) + eps) - at_anchor,), (at_anchor,)
-
-
-# Softcap: phi(z) = c tanh(z / c)
-
-
-def _softcap_phi(z: Tensor, c: Tensor) -> Tensor:
-    return c * torch.tanh(z / c)
-
-
-def _softcap_slope(z: Tensor, c: Tensor) -> Tensor:
-    # 1 - tanh^2 is 0 in float32 from z/c = 9 on; this form keeps its digits there.
-    x = z / c
-    return 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)
-
-
-def _softcap_relative(z: Tensor, anchor: Tensor, c: Tensor) -> Pair:
-    # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b): no cancellation when a cap is wide.
-    difference = torch.tanh((z - anchor) / c) * (1.0 - torch.tanh(z / c) * torch.tanh(anchor / c))
-    return c * difference, _softcap_phi(anchor, c)
-
-
-def _softcap_by_cap(z: Tensor, c: Tensor) -> Tensor:
-    return torch.tanh(z / c) - (z / c) * _softcap_slope(z, c)
-
-
-def _softcap_argument_slopes(z: Tensor, anchor: Tensor, c: Tensor) -> ArgumentSlopes:
-    at_anchor = _softcap_by_cap(anchor, c)
-    return (_softcap_by_cap(z, c) - at_anchor,), (at_anchor,)
-
-
-LOGISTIC = Form("logistic", _logistic_phi, _logistic_slope, _logistic_relative, _logistic_argument_slopes)
-RELU = Form("relu", _relu_phi, _relu_slope, _relu_relative, _relu_argument_slopes)
-SOFTCAP = Form("softcap", _softcap_phi, _softcap_slope, _softcap_relative, _softcap_argument_slopes)
-
 
 # The members
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sigsoftmax import functional
+from sigsoftmax.border import Function, log_prior
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.functional import Extras, Function
+from sigsoftmax.loss import Extras
 from sigsoftmax.modules import (
     FunctionModule,
     check_positive,
@@ -114,8 +115,8 @@ class MixtureOutputLayer(FunctionModule):
         """
         count = 1 if num_samples is None else num_samples
         check_positive(num_samples=count)
-        log_prior = functional.log_prior(self.prior(hidden), self.function, self.prior_function)
-        component = sample_from(log_prior, count, 1.0, generator)
+        log_priors = log_prior(self.prior(hidden), self.function, self.prior_function)
+        component = sample_from(log_priors, count, 1.0, generator)
         latent = self.latent_vectors(hidden)
         drawn = torch.empty_like(component)
         if count < self.components:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigsoftmax import functional
+from sigsoftmax.border import Function
 from sigsoftmax.family import Learned, OutputFunction
-from sigsoftmax.functional import Extras, Function, Reduction
+from sigsoftmax.loss import Extras, Reduction
 
 
 class FunctionModule(nn.Module):

@@ -28,7 +28,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import sigsoftmax
-from sigsoftmax.backends import ops
+from sigsoftmax.backends import log_probs_op
+from sigsoftmax.backends import token_loss as token_loss_module
 
 N, K, V, D = 6, 2, 7, 4
 TORCHSCRIPT = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -223,13 +224,13 @@ def test_products_that_nobody_wants_are_not_computed(
     if operation is logits_loss:
         wanted = "hidden" if wanted != "nothing" else wanted
     found: list[tuple[Tensor, ...]] = []
-    original = ops._compute_token_loss
+    original = token_loss_module._compute_token_loss
 
     def spy(*arguments: Any) -> tuple[Tensor, ...]:
         found.append(original(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(ops, "_compute_token_loss", spy)
+    monkeypatch.setattr(token_loss_module, "_compute_token_loss", spy)
     names = ("hidden", "weight", "bias", "prior")
     inputs = [t.detach().requires_grad_(name == wanted) for name, t in zip(names, four_inputs(), strict=True)]
     operation(*inputs, function="sigsoftmax", backend="blocked")
@@ -242,8 +243,8 @@ def test_products_that_nobody_wants_are_not_computed(
 def test_no_grad_computes_no_gradient(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = four_inputs()
     results: list[Any] = []
-    for name in ("_compute_token_loss", "log_probs"):
-        monkeypatch.setattr(ops, name, _recording(getattr(ops, name), results))
+    for module, name in ((token_loss_module, "_compute_token_loss"), (log_probs_op, "log_probs")):
+        monkeypatch.setattr(module, name, _recording(getattr(module, name), results))
     expected = operation(*inputs, function="sigsoftmax", backend="reference").detach()
     with torch.no_grad():
         actual = operation(*inputs, function="sigsoftmax", backend="blocked")

@@ -21,7 +21,7 @@ from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowRoutines, RowStats
 from sigsoftmax.backends.reference import MASK
 from sigsoftmax.backends.sources import LinearLogits, Source
-from sigsoftmax.family import Form
+from sigsoftmax.forms import Form
 
 
 def token_scales(

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from sigsoftmax.backends import blocked
 from sigsoftmax.backends.chunks import MakeRoutines
-from sigsoftmax.family import Form
+from sigsoftmax.forms import Form
 
 ENVIRONMENT_VARIABLE = "SIGSOFTMAX_BACKEND"
 

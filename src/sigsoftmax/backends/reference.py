@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sigsoftmax.family import Form
+from sigsoftmax.forms import Form
 
 MASK = float("-inf")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.blocked.logistic import LogisticRows, SigsoftmaxRows, SoftmaxRows, constant
 from sigsoftmax.backends.interface import RowRoutines
-from sigsoftmax.family import LOGISTIC, Form
+from sigsoftmax.forms import LOGISTIC, Form
 
 
 def routines(form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool) -> RowRoutines:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sigsoftmax.backends import reference
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
-from sigsoftmax.family import Form
+from sigsoftmax.forms import Form
 
 BLOCK_BYTES = 512 * 2**10
 """Intermediate results of this size are reused by the allocator; larger ones are mapped and faulted in each time."""

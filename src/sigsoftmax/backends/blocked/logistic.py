@@ -17,7 +17,7 @@ from torch import Tensor
 from sigsoftmax.backends import reference
 from sigsoftmax.backends.blocked.any_form import FormRows, block_rows
 from sigsoftmax.backends.interface import RowCoefficients, RowRoutines, RowStats
-from sigsoftmax.family import LOGISTIC
+from sigsoftmax.forms import LOGISTIC
 
 BLOCK_BYTES = 2 * 2**20
 """A few work buffers of this size stay in the caches of today's cores."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
 from sigsoftmax.backends.triton import fast, forms, general
-from sigsoftmax.family import Form
+from sigsoftmax.forms import Form
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,0 +1,332 @@
+"""Make the tables and pictures of docs/benchmarks.md from the records: `make bench-docs`.
+
+The page is written by hand but for what stands between `<!-- generated: SUITE -->` and `<!-- end -->`, which is made
+anew from the records of that suite, with docs/images/benchmarks-SUITE*.png. `--check` writes nothing and exits with 1
+if page or pictures are not what the records give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import targets
+from bars import Bar, Kind, Panel, draw, drawn_from
+from measuring import RECORDS, Measurement, mib_text, milliseconds_text
+
+from sigsoftmax import records
+from sigsoftmax.records import Environment
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PART = re.compile(r"(?P<begin><!-- generated: (?P<suite>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.S)
+NO_RECORDS = "*No records yet.*\n"
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """All measurements of a case."""
+
+    name: str
+    rows: tuple[Measurement, ...]
+    environment: Environment
+
+    @property
+    def compares_times(self) -> bool:
+        return any(m.implementation != m.baseline for m in self.rows)
+
+    @property
+    def by_name(self) -> dict[str, Measurement]:
+        return {m.implementation: m for m in self.rows}
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+
+def read_suites(folder: Path, known: Iterable[str], page: Path) -> dict[str, list[CaseResult]]:
+    """The cases of each suite in the order of the files; ValueError names the file and the line at fault."""
+    suites: dict[str, dict[str, list[tuple[Measurement, Environment]]]] = {suite: {} for suite in known}
+    for path in sorted(folder.glob("*.jsonl")):
+        for record in records.read(path):
+            m = record.payload_as(Measurement)
+            if m.suite not in suites:
+                raise ValueError(
+                    f"{record.source}: the suite {m.suite!r} has no place in {page.name}, which has: "
+                    f"{', '.join(suites) or 'none'}; add the lines '<!-- generated: {m.suite} -->' and '<!-- end -->'"
+                )
+            rows = suites[m.suite].setdefault(m.case, [])
+            if m.implementation in (other.implementation for other, _ in rows):
+                raise ValueError(f"{record.source}: {m.implementation!r} is there twice in the case {m.case!r}")
+            try:
+                targets.clauses(m.target)
+            except ValueError as error:
+                raise ValueError(f"{record.source}: {error}") from None
+            # The seconds at which a record was written are not part of where it was measured.
+            where = dataclasses.replace(record.environment, time_utc=record.environment.time_utc[:10])
+            if rows and rows[0][1] != where:
+                raise ValueError(
+                    f"{record.source}: the case {m.case!r} was begun in another run, and times of different runs do "
+                    "not compare; measure the whole case anew"
+                )
+            rows.append((m, where))
+    return {suite: [_case(name, rows) for name, rows in cases.items()] for suite, cases in suites.items()}
+
+
+def _case(name: str, rows: Sequence[tuple[Measurement, Environment]]) -> CaseResult:
+    case = CaseResult(name, tuple(m for m, _ in rows), rows[0][1])
+    for m in case.rows:
+        named = [m.baseline, *(clause.other for clause in targets.clauses(m.target) if clause.other)]
+        if absent := [other for other in named if other not in case.by_name]:
+            raise ValueError(f"the case {name!r} lacks {absent[0]!r}, to which {m.implementation!r} is compared")
+    return case
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def part_text(suite: str, cases: Sequence[CaseResult], images: str) -> str:
+    """What stands between the markers of a suite."""
+    if not cases:
+        return NO_RECORDS
+    blocks = []
+    one_place = len({case.environment for case in cases}) == 1
+    if one_place:
+        blocks.append(place_text(suite, cases[0].environment))
+    blocks.append(picture_text(f"All cases, {suite}: what has a target, and its baseline.", images, suite))
+    for case in cases:
+        blocks.append(f"### {case.name[0].upper()}{case.name[1:]}")
+        if not one_place:
+            blocks.append(place_text(suite, case.environment))
+        blocks.append(picture_text(f"{case.name}: {quantity_text(case)}.", images, suite, case))
+        blocks.append(table_text(case))
+    return "\n\n".join(blocks) + "\n"
+
+
+def place_text(suite: str, where: Environment) -> str:
+    threads = f", {where.threads} thread{'s' if where.threads > 1 else ''}" if suite == "cpu" else ""
+    return (
+        f"Measured on {where.time_utc}: {where.device}{threads}; {where.system}, Python {where.python_version}, "
+        f"torch {where.torch_version}, sigsoftmax {where.package_version}. The command:\n\n"
+        f"```sh\n{where.command}\n```"
+    )
+
+
+def quantity_text(case: CaseResult) -> str:
+    if case.compares_times:
+        return f"time relative to {case.rows[0].baseline}, less is better"
+    return "peak memory, less is better"
+
+
+def picture_name(suite: str, case: CaseResult | None = None) -> str:
+    return f"benchmarks-{suite}-{case.slug}.png" if case else f"benchmarks-{suite}.png"
+
+
+def picture_text(description: str, images: str, suite: str, case: CaseResult | None = None) -> str:
+    return f"![{description}]({images}/{picture_name(suite, case)})"
+
+
+Column = tuple[str, str, Callable[[Measurement], str]]
+"""Head, alignment and text of a cell."""
+
+
+def table_text(case: CaseResult) -> str:
+    columns = list(_columns(case))
+    lines = [
+        " | ".join(head for head, _, _ in columns),
+        "|".join(alignment for _, alignment, _ in columns),
+        *(" | ".join(cell(m) for _, _, cell in columns) for m in case.rows),
+    ]
+    lines = [line if number == 1 else f" {line} " for number, line in enumerate(lines)]
+    rounds = sorted({m.rounds for m in case.rows})
+    note = f"{' to '.join(map(str, rounds))} round{'s' if rounds != [1] else ''}."
+    return "\n".join(f"|{line}|" for line in lines) + f"\n\n{note}"
+
+
+def _columns(case: CaseResult) -> Iterator[Column]:
+    yield "implementation", "---", lambda m: _named(m, case)
+    yield "median ms", "---:", lambda m: milliseconds_text(m.milliseconds)
+    if case.compares_times:
+        yield "ratio", "---:", lambda m: f"{m.ratio:.2f}"
+        yield "quartiles", "---:", lambda m: "{:.2f} to {:.2f}".format(*m.ratio_quartiles)
+    if any(m.peak_mib is not None for m in case.rows):
+        yield "memory MiB", "---:", lambda m: mib_text(m.peak_mib)
+    # What a suite measures besides, such as an error, gets a column under the name of its field.
+    for field in dataclasses.fields(Measurement)[len(COMMON_FIELDS) :]:
+        if any(getattr(m, field.name) not in (None, field.default) for m in case.rows):
+            yield field.name.replace("_", " "), "---:", _reader_of(field.name)
+    if any(m.target for m in case.rows):
+        yield "target", "---", lambda m: _signs(m.target)
+        yield "met", "---", lambda m: _signs(targets.verdict(m, case.by_name))
+
+
+COMMON_FIELDS = (
+    "suite",
+    "case",
+    "implementation",
+    "baseline",
+    "milliseconds",
+    "milliseconds_quartiles",
+    "ratio",
+    "ratio_quartiles",
+    "peak_mib",
+    "rounds",
+    "target",
+)
+
+
+def _named(m: Measurement, case: CaseResult) -> str:
+    name = m.implementation.replace("|", "\\|")
+    if is_ours(m):
+        name = f"**{name}**"
+    return f"{name} (baseline)" if case.compares_times and m.implementation == m.baseline else name
+
+
+def _reader_of(field: str) -> Callable[[Measurement], str]:
+    def text(m: Measurement) -> str:
+        value = getattr(m, field)
+        if value is None:
+            return ""
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    return text
+
+
+def _signs(text: str) -> str:
+    return text.replace("<=", "≤").replace("|", "\\|")
+
+
+def is_ours(m: Measurement) -> bool:
+    return m.implementation.startswith("ours ")
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------
+
+
+def panel(case: CaseResult, rows: Sequence[Measurement]) -> Panel:
+    quantity: Literal["x", "MiB"] = "x" if case.compares_times else "MiB"
+    return Panel(
+        title=case.name,
+        axis=quantity_text(case) + ("" if case.compares_times else " (MiB)"),
+        bars=[_bar(m, quantity) for m in rows],
+        unit=quantity,
+    )
+
+
+def _bar(m: Measurement, quantity: Literal["x", "MiB"]) -> Bar:
+    in_unit = [clause for clause in targets.clauses(m.target) if clause.quantity == quantity and not clause.other]
+    memory = () if m.peak_mib is None else (f"{mib_text(m.peak_mib)} MiB",)
+    return Bar(
+        name=m.implementation,
+        value=m.ratio if quantity == "x" else m.peak_mib or 0.0,
+        spread=m.ratio_quartiles if quantity == "x" else None,
+        columns=(f"{m.ratio:.2f}x", *memory) if quantity == "x" else memory,
+        kind=_kind(m, quantity),
+        target=next((clause.bound for clause in in_unit if not clause.is_aim), None),
+        aim=next((clause.bound for clause in in_unit if clause.is_aim), None),
+    )
+
+
+def _kind(m: Measurement, quantity: Literal["x", "MiB"]) -> Kind:
+    if quantity == "x" and m.implementation == m.baseline:
+        return "baseline"
+    if is_ours(m):
+        return "ours with a target" if m.target else "ours"
+    return "other"
+
+
+def pictures(suite: str, cases: Sequence[CaseResult]) -> dict[str, list[Panel]]:
+    """The panels of each picture of a suite, by file name."""
+    if not cases:
+        return {}
+    overview = [
+        panel(case, [m for m in case.rows if m.target or (case.compares_times and m.implementation == m.baseline)])
+        for case in cases
+        if any(m.target for m in case.rows)
+    ]
+    return {
+        picture_name(suite): overview or [panel(case, case.rows) for case in cases],
+        **{picture_name(suite, case): [panel(case, case.rows)] for case in cases},
+    }
+
+
+def digest(panels: Sequence[Panel]) -> str:
+    return hashlib.sha256(json.dumps([dataclasses.asdict(p) for p in panels]).encode()).hexdigest()
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def new_page(text: str, suites: Mapping[str, Sequence[CaseResult]], images: str) -> str:
+    return PART.sub(
+        lambda part: f"{part['begin']}\n{part_text(part['suite'], suites[part['suite']], images)}\n{part['end']}", text
+    )
+
+
+def suites_of(page: Path, text: str) -> list[str]:
+    suites = [part["suite"] for part in PART.finditer(text)]
+    if len(re.findall(r"<!-- generated: ", text)) != len(suites) or text.count("<!-- end -->") != len(suites):
+        raise ValueError(f"{page}: each '<!-- generated: SUITE -->' needs an '<!-- end -->' after it, and the reverse")
+    if repeated := {suite for suite in suites if suites.count(suite) > 1}:
+        raise ValueError(f"{page}: more than one part is generated for {', '.join(sorted(repeated))}")
+    return suites
+
+
+def run(folder: Path, page: Path, *, check: bool) -> list[str]:
+    """Bring page and pictures up to date, or only look; returns what was, or is, out of date."""
+    if not page.is_file():
+        raise ValueError(f"no page at {page}; it is written by hand but for its tables")
+    text = page.read_text(encoding="utf-8")
+    suites = read_suites(folder, suites_of(page, text), page)
+    images = page.parent / "images"
+    stale = []
+    wanted = new_page(text, suites, images.name)
+    if wanted != text:
+        stale.append(page.name)
+        if not check:
+            page.write_text(wanted, encoding="utf-8")
+    for suite, cases in suites.items():
+        drawings = pictures(suite, cases)
+        for name, panels in drawings.items():
+            # The numbers are compared, not the pixels: another version of matplotlib draws others.
+            if drawn_from(images / name) != digest(panels):
+                stale.append(f"{images.name}/{name}")
+                if not check:
+                    draw(panels, images / name, digest(panels))
+        for path in sorted({*images.glob(f"benchmarks-{suite}.png"), *images.glob(f"benchmarks-{suite}-*.png")}):
+            if path.name not in drawings:
+                stale.append(f"{images.name}/{path.name}")
+                if not check:
+                    path.unlink()
+    return stale
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page; pictures go to the folder images beside it")
+    options = parser.parse_args(arguments)
+    try:
+        stale = run(options.records, options.page, check=options.check)
+    except ValueError as error:
+        print(f"write_docs.py: {error}", file=sys.stderr)
+        return 2
+    if not stale:
+        print("page and pictures are what the records give")
+    elif options.check:
+        print(f"out of date: {', '.join(stale)}; run: make bench-docs", file=sys.stderr)
+    else:
+        print(f"written: {', '.join(stale)}")
+    return int(bool(stale) and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

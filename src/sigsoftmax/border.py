@@ -1,0 +1,139 @@
+"""The border: shapes, dtypes and devices of what users pass in, checked once for every function.
+
+Each check says what was expected, what came, and what to do. Shapes: N tokens (the product of all leading dimensions),
+K components, V classes, d features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sigsoftmax.backends import reference
+from sigsoftmax.family import OutputFunction
+
+Function = str | OutputFunction
+
+
+class Product(NamedTuple):
+    """The shapes and the dtype of hidden vectors times an output matrix."""
+
+    leading: torch.Size
+    num_classes: int
+    dtype: torch.dtype
+    components: bool
+
+    @classmethod
+    def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None, *, components: bool) -> Product:
+        check_floating("input", input)
+        check_floating("linear_weight", weight)
+        least = 2 if components else 1
+        wanted = "(..., components, features)" if components else "(..., features)"
+        if input.ndim < least:
+            raise ValueError(f"input must have the shape {wanted}, got {tuple(input.shape)}")
+        if weight.ndim != 2:
+            raise ValueError(f"linear_weight must have the shape (classes, features), got {tuple(weight.shape)}")
+        if input.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"input has {input.shape[-1]} features but linear_weight has {weight.shape[1]}: expected {wanted} and "
+                f"(classes, features), got {tuple(input.shape)} and {tuple(weight.shape)}"
+            )
+        check_classes("linear_weight", weight.shape[0])
+        if bias is not None:
+            check_floating("linear_bias", bias)
+            if bias.shape != weight.shape[:1]:
+                raise ValueError(
+                    f"linear_bias must hold one number per class, shape ({weight.shape[0]},), got {tuple(bias.shape)}"
+                )
+        for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
+            if tensor is not None and tensor.device != input.device:
+                raise ValueError(f"{name} is on {tensor.device}, but the input is on {input.device}; move it there")
+        dtype = input.dtype
+        if autocasts(input) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(input.device.type)
+        return cls(input.shape[:-least], weight.shape[0], dtype, components)
+
+    def hidden(self, input: Tensor) -> Tensor:
+        """(N, K, d)"""
+        components = input.shape[-2] if self.components else 1
+        return input.reshape(self.leading.numel(), components, input.shape[-1])
+
+    def flat(self, log_prior: Tensor) -> Tensor:
+        """(N, K)"""
+        return log_prior.reshape(self.leading.numel(), log_prior.shape[-1]).contiguous()
+
+    def logits(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(self.hidden(input), weight, bias, self.dtype)
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def log_prior(prior_logits: Tensor, member: OutputFunction, prior_function: Function | None) -> Tensor:
+    """Log-probabilities of the components, in the arithmetic's dtype; K is small, so this is plain torch."""
+    if prior_function is None:
+        prior_function = "softmax" if member.definition.parameters else member
+    prior = OutputFunction.parse(prior_function)
+    return reference.log_probs(prior_logits, prior.form, prior.arguments(prior_logits.shape[-1]))
+
+
+def needs_gradient(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def autocasts(tensor: Tensor) -> bool:
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
+def default_chunk_bytes(chunk_bytes: int | None, device: torch.device) -> int:
+    if chunk_bytes is None:
+        return 32 * 2**20 if device.type == "cpu" else 512 * 2**20
+    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
+        raise ValueError(f"chunk_bytes must be a positive number of bytes, got {chunk_bytes!r}")
+    return chunk_bytes
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    check_tensor(name, tensor)
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {tensor.dtype}; convert it with .float()")
+
+
+def check_dim(tensor: Tensor, dim: int) -> None:
+    rank = max(1, tensor.ndim)
+    if not -rank <= dim < rank:
+        raise ValueError(
+            f"dim must lie in [{-rank}, {rank - 1}] for a tensor of shape {tuple(tensor.shape)}, got {dim}"
+        )
+
+
+def check_classes(name: str, classes: int) -> None:
+    if classes == 0:
+        raise ValueError(f"{name} has no classes; the dimension of classes must not be empty")
+
+
+def check_prior(input: Tensor, prior_logits: Tensor) -> None:
+    check_floating("prior_logits", prior_logits)
+    if prior_logits.shape != input.shape[:-1]:
+        raise ValueError(
+            f"prior_logits must hold one number per token and component, shape {tuple(input.shape[:-1])} for an input "
+            f"of shape {tuple(input.shape)} (..., components, features), got {tuple(prior_logits.shape)}"
+        )
+    if prior_logits.shape[-1] == 0:
+        raise ValueError("a mixture needs at least one component, got an input with none")
+    if prior_logits.device != input.device:
+        raise ValueError(f"prior_logits is on {prior_logits.device}, but the input is on {input.device}; move it there")
+
+
+def check_nonnegative(name: str, value: float) -> None:
+    if not 0.0 <= value < float("inf"):
+        raise ValueError(f"{name} must be a finite number >= 0, got {value}")

@@ -1,0 +1,227 @@
+"""Every kernel compiles for an H100 or H200, with no GPU present: no spilled registers, loads as wide as can be.
+
+What is compiled is what is launched: the routines run on tensors without data, their launches are recorded, and each
+becomes a signature as Triton itself would derive it.
+
+Shapes: R rows, V classes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from sigsoftmax import OutputFunction
+
+triton = pytest.importorskip("triton", reason="the package triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("this process interprets kernels", allow_module_level=True)
+
+R, V = 64, 128_256
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    values: dict[str, Any]
+    """Arguments by name."""
+    options: dict[str, Any]
+
+
+class Recorder:
+    """Stands in for a kernel, and keeps what it is launched with."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*positional: Any, **named: Any) -> None:
+            values = dict(zip(self.kernel.arg_names, positional, strict=False))
+            values |= {key: value for key, value in named.items() if key in self.kernel.arg_names}
+            options = {key: value for key, value in named.items() if key not in self.kernel.arg_names}
+            self.launches.append(Launch(self.kernel, values, options))
+
+        return launch
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    from sigsoftmax.backends.triton import fast, general, plain, scaling
+
+    recorded: list[Launch] = []
+    for module in (fast, general, plain, scaling):
+        for name, value in vars(module).copy().items():
+            if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Recorder(value, recorded))
+    return recorded
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile anew, and leave nothing behind."""
+    with triton.knobs.cache.scope():
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        yield
+
+
+def compiled(launch: Launch) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, launch.values[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name] = POINTERS[value.dtype]
+            # As if all memory began at an aligned address, which that of torch does.
+            if value.storage_offset() * value.element_size() % 16 == 0:
+                attributes[i,] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[i,] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+
+
+def spilled_bytes(kernel: Any, folder: Path) -> int:
+    """What the assembler says of the kernel's PTX."""
+    source = folder / "kernel.ptx"
+    source.write_text(kernel.asm["ptx"], encoding="utf-8")
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    architecture = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.M)
+    assert architecture
+    command = [str(assembler), "-v", f"--gpu-name={architecture[1]}", str(source), "-o", str(folder / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    assert spills, report
+    return sum(map(int, spills))
+
+
+def load_widths(kernel: Any) -> set[int]:
+    """Bytes that a thread loads from global memory at once."""
+    loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfu](\d+)\s", kernel.asm["ptx"])
+    return {int(count or 1) * int(bits) // 8 for count, bits in loads}
+
+
+def row_launches(
+    launches: list[Launch],
+    function: OutputFunction,
+    dtype: torch.dtype,
+    *,
+    classes: int = V,
+    index: bool = True,
+    dense: int = 0,
+    z_slope: bool = False,
+    entropy: bool = False,
+    learns: bool = False,
+    stats: bool = True,
+    gradient: bool = True,
+) -> list[Launch]:
+    from sigsoftmax.backends.interface import RowCoefficients, RowStats
+    from sigsoftmax.backends.triton.rows import TritonRows
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+    logits = torch.empty(R, classes, dtype=dtype, device="meta")
+    routines = TritonRows(function.form, function.arguments(classes), logits, learns)
+    index_R = torch.empty(R, dtype=torch.int64, device="meta") if index else None
+    weights = [None, numbers(classes), numbers(R, classes)][dense]
+    by = RowCoefficients(numbers(R), numbers(R) if index else None, numbers(R) if dense else None, None)
+    if stats and gradient:
+        slope = numbers(R) if z_slope else None
+        routines.stats_and_gradient(logits, by, slope, index_R, weights, torch.empty_like(logits), False, entropy)
+    elif stats:
+        routines.stats(logits, index_R, weights, False, entropy)
+    else:
+        known = RowStats(*(numbers(R) for _ in range(3)), numbers(R) if index else None, None, None, None)
+        routines.gradient(logits, known, by, index_R, weights, logits)
+    return launches
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FAST = {
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+    "float32": {"dtype": torch.float32},
+    "z-loss": {"dtype": torch.bfloat16, "z_slope": True},
+    "stats": {"dtype": torch.bfloat16, "gradient": False},
+    "gradient": {"dtype": torch.bfloat16, "stats": False},
+    "few classes": {"dtype": torch.bfloat16, "classes": 10_000},
+}
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigsoftmax"])
+@pytest.mark.parametrize("options", FAST.values(), ids=FAST)
+def test_the_fast_kernel(options: dict[str, Any], name: str, launches: list[Launch], tmp_path: Path) -> None:
+    (launch,) = row_launches(launches, OutputFunction(name), **options)
+    assert launch.kernel.__name__ == "rows_kernel"
+    assert "LANES" in launch.values
+    kernel = compiled(launch)
+    assert spilled_bytes(kernel, tmp_path) == 0
+    # 128 bits a thread, or its share of a tile if that is less.
+    share = launch.values["LANES"] // (32 * launch.options["num_warps"]) * options["dtype"].itemsize
+    assert min(16, share) in load_widths(kernel)
+    assert min(16, share) >= 8
+
+
+def test_the_fast_kernel_for_rows_that_are_not_aligned(launches: list[Launch], tmp_path: Path) -> None:
+    (launch,) = row_launches(launches, OutputFunction("sigsoftmax"), torch.bfloat16, classes=50_257)
+    assert spilled_bytes(compiled(launch), tmp_path) == 0
+
+
+ALL = {"dense": 1, "z_slope": True, "entropy": True}
+GENERAL = {
+    "relu": ("relu", {"dtype": torch.bfloat16, **ALL}),
+    "softcap": ("softcap", {"dtype": torch.float16, **ALL}),
+    "gss": ("gss(k=0.2)", {"dtype": torch.float32, **ALL}),
+    "plain": ("gss(k=0.2)", {"dtype": torch.bfloat16}),
+    "stats": ("gss(k=0.2)", {"dtype": torch.bfloat16, "gradient": False}),
+    "gradient": ("gss(k=0.2)", {"dtype": torch.bfloat16, "stats": False}),
+    "probabilities": ("sigsoftmax", {"dtype": torch.bfloat16, "index": False, "dense": 2}),
+}
+
+
+@pytest.mark.parametrize(("function", "options"), GENERAL.values(), ids=GENERAL)
+def test_the_general_kernel(
+    function: str, options: dict[str, Any], launches: list[Launch], tmp_path: Path
+) -> None:
+    (launch,) = row_launches(launches, OutputFunction.parse(function), **options)
+    assert "FORM" in launch.values
+    assert spilled_bytes(compiled(launch), tmp_path) == 0
+
+
+@pytest.mark.parametrize("per_class", [False, True], ids=["scalar", "per class"])
+def test_the_kernels_for_learned_arguments(per_class: bool, launches: list[Launch], tmp_path: Path) -> None:
+    k = torch.empty((), device="meta")
+    c = torch.empty(V if per_class else (), device="meta")
+    row_launches(launches, OutputFunction("gss", k=k, c=c), torch.bfloat16, dense=1, z_slope=True, learns=True)
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == (["rows_kernel", "per_class_kernel", "rows_kernel"] if per_class else ["rows_kernel"])
+    for launch in launches:
+        assert spilled_bytes(compiled(launch), tmp_path) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_scaling_kernel(dtype: torch.dtype, tmp_path: Path) -> None:
+    from sigsoftmax.backends.triton.scaling import scale_kernel
+
+    values = {"values": torch.empty(1, dtype=dtype, device="meta"), "factor": torch.empty((), device="meta")}
+    kernel = compiled(Launch(scale_kernel, {**values, "size": 2**20, "BLOCK": 4096}, {"num_warps": 8}))
+    assert spilled_bytes(kernel, tmp_path) == 0
+    assert 16 in load_widths(kernel)
