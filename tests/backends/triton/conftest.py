@@ -10,8 +10,14 @@ by TRITON_INTERPRET=1, while the tests around these want kernels that compile. S
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
 from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
@@ -28,3 +34,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return self.rewrite()(*arguments, **options)
 
     interpreter.InterpretedFunction.__call__ = _call
+
+
+@pytest.fixture
+def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read before it is written shows."""
+
+    def poisoning(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def fresh(*arguments: Any, **options: Any) -> Tensor:
+            result = original(*arguments, **options)
+            with torch.no_grad():
+                return result.fill_(math.nan) if result.is_floating_point() else result
+
+        return fresh
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))

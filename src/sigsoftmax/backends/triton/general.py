@@ -102,9 +102,10 @@ def rows_kernel(
             position = start + lanes
             z = tl.load(pointer + position, mask=position < V, other=-float("inf")).to(tl.float32)
             is_kept = z != -float("inf")
+            shift = c
             if C_PER_CLASS:
-                c = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
-            value = forms.relative(tl.where(is_kept, z, anchor), anchor, alpha, beta, c, centre, FORM)
+                shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
+            value = forms.relative(tl.where(is_kept, z, anchor), anchor, alpha, beta, shift, centre, FORM)
             value = tl.where(is_kept, value, -float("inf"))
             new_top = tl.maximum(top, value)
             safe_top = tl.where(new_top == -float("inf"), 0.0, new_top)
@@ -162,9 +163,10 @@ def rows_kernel(
             z = tl.load(pointer + position, mask=inside, other=-float("inf")).to(tl.float32)
             is_kept = z != -float("inf")
             safe_z = tl.where(is_kept, z, anchor)
+            shift = c
             if C_PER_CLASS:
-                c = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)
-            value = forms.relative(safe_z, anchor, alpha, beta, c, centre, FORM)
+                shift = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)
+            value = forms.relative(safe_z, anchor, alpha, beta, shift, centre, FORM)
             # NaN where all classes are masked, as under torch's softmax.
             by_phi = by_n * tl.exp(tl.where(is_kept, value, -float("inf")) - normalizer)
             if HAS_DENSE:
@@ -174,16 +176,16 @@ def rows_kernel(
             # A NaN in a row or class that the loss does not depend on must not reach the gradient.
             by_phi = tl.where(inside, by_phi, 0.0)
             by_phi = tl.where(is_used, by_phi, 0.0)
-            slope = tl.where(is_kept, forms.slope(safe_z, alpha, beta, c, FORM), 1.0)
+            slope = tl.where(is_kept, forms.slope(safe_z, alpha, beta, shift, FORM), 1.0)
             gradient = tl.where(by_phi == 0, 0.0, by_phi * slope)
             if ARGUMENTS:
                 counted = tl.where(is_kept & (by_phi != 0), by_phi, 0.0)
                 sum_by_phi += counted
                 gap = tl.maximum(safe_z - anchor, -3.0e38)
                 by_alpha += tl.where(counted == 0, 0.0, counted * gap)
-                log_sigmoid = forms.relative(safe_z, anchor, 0.0, 1.0, c, centre, FORM)
+                log_sigmoid = forms.relative(safe_z, anchor, 0.0, 1.0, shift, centre, FORM)
                 by_beta += tl.where(counted == 0, 0.0, counted * log_sigmoid)
-                by_c -= tl.where(counted == 0, 0.0, counted * beta * forms.sigmoid(c - safe_z))
+                by_c -= tl.where(counted == 0, 0.0, counted * beta * forms.sigmoid(shift - safe_z))
             tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=inside)
         if ARGUMENTS:
             row_sum = tl.sum(sum_by_phi, 0)

@@ -1,0 +1,231 @@
+"""The public losses by the kernels, against the reference in float64.
+
+An error is bounded by that of the reference in plain torch, in the same dtype on the same device, times ``SLACK``.
+
+Shapes: N tokens, K components, V classes, d features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.backends.triton.device import DEVICE, IS_INTERPRETED
+from tests.tables import LEAST, by_label, frobenius_error, gradients
+from torch import Tensor
+
+import sigsoftmax
+from sigsoftmax import OutputFunction, validation
+
+pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
+
+N, K, V, D = 7, 2, 37, 5
+SLACK = 2.0
+"""How much larger than plain torch's an error may be, besides a few roundings of the result."""
+DTYPES = [torch.float32, torch.float16, *([] if IS_INTERPRETED else [torch.bfloat16])]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+Loss = Callable[..., Any]
+"""(inputs, learned parameters, **moved options) -> a loss, and extras if asked for"""
+
+
+def check(
+    loss: Loss, inputs: Sequence[Tensor], dtype: torch.dtype, label: str = "sigsoftmax", **options: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Loss, gradients and extras of one call, within bounds; returns those of the kernels."""
+    member = by_label[label]
+    names = list(member.learnable)
+
+    def results(backend: str, precision: torch.dtype, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
+        # All see the numbers that the dtype can hold.
+        leaves = [t.to(dtype).to(device, precision).requires_grad_() for t in inputs]
+        wide = torch.promote_types(precision, torch.float32)
+        values = [v.detach().to(device, wide).requires_grad_() for v in member.learned(V, torch.float32).values()]
+        function = member.make(V, **dict(zip(names, values, strict=True)))
+        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
+        result = loss(*leaves, function=function, backend=backend, **moved)
+        value, extras = result if isinstance(result, tuple) else (result, None)
+        found = [value, *gradients(value, [*leaves, *values])]
+        best = None
+        if extras is not None:
+            found += [extras.log_normalizer, extras.entropy]
+            best = extras.argmax
+        return [t.detach().cpu() for t in found], None if best is None else best.cpu()
+
+    truth, best = results("reference", torch.float64, torch.device("cpu"))
+    plain, _ = results("reference", dtype, DEVICE)
+    found, found_best = results("triton", dtype, DEVICE)
+    decision = sigsoftmax.explain()
+    assert decision is not None
+    assert decision.backend == "triton"
+    for i, (actual, plainly, exact) in enumerate(zip(found, plain, truth, strict=True)):
+        assert actual.dtype == plainly.dtype
+        assert actual.shape == exact.shape
+        # Gradients of parameters may cancel to nothing.
+        size = float(exact.norm()) + 0.1
+        bound = SLACK * frobenius_error(plainly, exact) + 2.0 * torch.finfo(actual.dtype).eps * size
+        assert frobenius_error(actual, exact) <= bound, f"result {i} of {member}"
+    if best is not None:
+        assert torch.equal(found_best, best)
+    return found[0], found[1:]
+
+
+@pytest.fixture(params=[False, True], ids=["messages", "few launches"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses without options have kernels of their own, unless bad targets are to be reported by a message."""
+    monkeypatch.setattr(validation, "wants_messages", lambda device: not request.param)
+
+
+def target_with_ignored(count: int = N) -> Tensor:
+    target = torch.randint(V, (count,))
+    target[::4] = -100
+    return target
+
+
+CLASS_WEIGHT = torch.linspace(0.0, 1.5, V)
+TOKEN_WEIGHTS = torch.linspace(2.0, 0.0, N)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum", "z_loss": 0.02},
+    "none": {"reduction": "none", "weight": CLASS_WEIGHT},
+    "weights": {"weight": CLASS_WEIGHT, "token_weights": TOKEN_WEIGHTS, "z_loss": 0.02},
+    "smoothing": {"label_smoothing": 0.1, "weight": CLASS_WEIGHT},
+    "extras": {"extras": ("log_normalizer", "argmax", "entropy")},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+# Logits that the caller holds
+
+
+def cross_entropy(logits: Tensor, **options: Any) -> Any:
+    return sigsoftmax.cross_entropy(logits, **options)
+
+
+@pytest.mark.usefixtures("_both_ways")
+@every_option
+@pytest.mark.parametrize("label", ["sigsoftmax", "gss(k=0.5, c per class)"])
+def test_cross_entropy(label: str, options: dict[str, Any]) -> None:
+    check(cross_entropy, [2.0 * torch.randn(N, V)], torch.float32, label, target=target_with_ignored(), **options)
+
+
+@pytest.mark.parametrize("label", ["softmax(alpha=1.5)", "shifted(b=1.3)", "sigmoid", "relu", "softcap(c=5)"])
+@every_dtype
+def test_cross_entropy_of_other_members(label: str, dtype: torch.dtype) -> None:
+    check(cross_entropy, [2.0 * torch.randn(N, V)], dtype, label, target=target_with_ignored(), z_loss=0.01)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_of_probabilities(smoothing: float) -> None:
+    target = torch.softmax(torch.randn(N, V), -1)
+    check(cross_entropy, [torch.randn(N, V)], torch.float32, target=target, label_smoothing=smoothing)
+
+
+@pytest.mark.usefixtures("_both_ways")
+def test_masks_and_rows_that_do_not_count() -> None:
+    logits = torch.randn(N, V)
+    logits[:, 5:9] = LEAST
+    logits[4] = torch.nan
+    target = torch.tensor([0, 1, 2, 3, -100, 4, 36])
+    _, (by_logits,) = check(cross_entropy, [logits], torch.float32, target=target)
+    assert (by_logits[4] == 0).all()
+    assert (by_logits[:, 5:9] == 0).all()
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_tokens_and_none_that_count(reduction: str) -> None:
+    for target in (torch.empty(0, dtype=torch.int64), torch.full((3,), -100)):
+        logits = torch.randn(len(target), V, device=DEVICE, requires_grad=True)
+        hidden = torch.randn(len(target), D, device=DEVICE, requires_grad=True)
+        weight = torch.randn(V, D, device=DEVICE, requires_grad=True)
+        options: dict[str, Any] = {"function": "sigsoftmax", "backend": "triton", "reduction": reduction}
+        on_logits = sigsoftmax.cross_entropy(logits, target.to(DEVICE), **options)
+        linear = sigsoftmax.linear_cross_entropy(hidden, weight, target.to(DEVICE), **options)
+        for loss in (on_logits, linear):
+            assert loss.isnan().all() if reduction == "mean" else (loss == 0).all()
+        if reduction != "mean":
+            for gradient in (*gradients(on_logits, [logits]), *gradients(linear, [hidden, weight])):
+                assert (gradient == 0).all()
+
+
+# Logits that are a product
+
+
+def linear(hidden: Tensor, matrix: Tensor, bias: Tensor, **options: Any) -> Any:
+    return sigsoftmax.linear_cross_entropy(hidden, matrix, linear_bias=bias, **options)
+
+
+def linear_inputs() -> list[Tensor]:
+    return [torch.randn(N, D), torch.randn(V, D), torch.randn(V)]
+
+
+def three_chunks(dtype: torch.dtype, components: int = 1) -> int:
+    return 3 * components * V * dtype.itemsize
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("how", ["fast", "buffered", "exact"])
+@pytest.mark.parametrize("label", ["sigsoftmax", "gss(k=0.5, c per class)"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.02}], ids=["plain", "options"])
+def test_sums_of_the_weights_gradient(label: str, how: str, options: dict[str, Any]) -> None:
+    dtype = torch.float16 if IS_INTERPRETED else torch.bfloat16
+    options = {"chunk_bytes": three_chunks(dtype), "weight_gradient": how, **options}
+    check(linear, linear_inputs(), dtype, label, target=target_with_ignored(), **options)
+
+
+@pytest.mark.usefixtures("_both_ways")
+@every_option
+@every_dtype
+def test_linear_cross_entropy(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    options = {"chunk_bytes": three_chunks(dtype), **options}
+    check(linear, linear_inputs(), dtype, target=target_with_ignored(), **options)
+
+
+# Mixtures
+
+
+def mixture(hidden: Tensor, prior: Tensor, matrix: Tensor, bias: Tensor, **options: Any) -> Any:
+    return sigsoftmax.mixture_cross_entropy(hidden, prior, matrix, linear_bias=bias, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [*OPTIONS.values(), {"floor": 1e-8}, {"weight_gradient": "exact"}, {"weight_gradient": "exact", "z_loss": 0.1}],
+    ids=[*OPTIONS, "floor", "exact", "exact z-loss"],
+)
+def test_mixture_cross_entropy(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    inputs = [torch.randn(N, K, D), torch.randn(N, K), torch.randn(V, D), torch.randn(V)]
+    options = {"chunk_bytes": three_chunks(dtype, K), **options}
+    check(mixture, inputs, dtype, target=target_with_ignored(), prior_function="sigsoftmax", **options)
+
+
+def test_a_mixture_of_a_learned_member() -> None:
+    inputs = [torch.randn(N, K, D), torch.randn(N, K), torch.randn(V, D), torch.randn(V)]
+    check(mixture, inputs, torch.float32, "gss(k=0.2)", target=target_with_ignored(), chunk_bytes=1000)
+
+
+# What kernels refuse
+
+
+def test_what_has_no_kernel_is_refused_with_a_reason() -> None:
+    target = torch.randint(V, (N,), device=DEVICE)
+    with pytest.raises(ValueError, match=r"'triton' cannot be used: logits of torch\.float64"):
+        sigsoftmax.cross_entropy(
+            torch.randn(N, V, device=DEVICE, dtype=torch.float64), target, function="softmax", backend="triton"
+        )
+    own = sigsoftmax.register_function("own", lambda z: z + torch.atan(z))
+    with pytest.raises(ValueError, match="'own' is registered by the user and has no kernel"):
+        sigsoftmax.cross_entropy(torch.randn(N, V, device=DEVICE), target, function=own, backend="triton")
+
+
+def test_gradients_are_scaled_by_what_comes_in() -> None:
+    logits = torch.randn(N, V, device=DEVICE, requires_grad=True)
+    target = target_with_ignored().to(DEVICE)
+    loss = sigsoftmax.cross_entropy(logits, target, function=OutputFunction("sigsoftmax"), backend="triton")
+    (once,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (half,) = torch.autograd.grad(0.5 * loss, logits)
+    assert torch.equal(0.5 * once, half)
