@@ -2,7 +2,7 @@
 
 A gradient of N x V floats is fresh memory, and touching it 4 KiB at a time costs more than computing what goes into
 it: page faults are most of the time of a cross-entropy on a CPU. Where the system leaves large pages to those who ask
-(transparent_hugepage/enabled = madvise), asking makes the first write about three times faster. It is a hint: the
+(transparent_hugepage/enabled = madvise), asking makes the first write much faster. It is a hint: the
 values, the size and the lifetime of the memory do not change.
 """
 

@@ -118,7 +118,7 @@ def spilled_bytes(kernel: Any, folder: Path) -> int:
 
 def load_widths(kernel: Any) -> set[int]:
     """Bytes that a thread loads from global memory at once."""
-    loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfu](\d+)\s", kernel.asm["ptx"])
+    loads = re.findall(r"ld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfu](\d+)\s", kernel.asm["ptx"])
     return {int(count or 1) * int(bits) // 8 for count, bits in loads}
 
 
