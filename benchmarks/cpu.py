@@ -18,6 +18,7 @@ from measuring import (
     RECORDS,
     Case,
     Measurement,
+    Products,
     Step,
     cpu_milliseconds,
     cpu_peak_mib,
@@ -93,9 +94,33 @@ def linear_case(tokens: int, features: int, classes: int) -> Case:
         suite="cpu",
         name=f"linear cross-entropy, N={tokens} d={features} V={classes}",
         baseline="torch softmax",
-        implementations={name: Step(loss, leaves) for name, loss in losses.items()},
+        implementations={
+            **{name: Step(loss, leaves) for name, loss in losses.items()},
+            FLOOR: three_products(hidden, weight),
+        },
         targets={"ours sigsoftmax": "<= 0.95x, <= 64 MiB"},
     )
+
+
+FLOOR = "three matrix products alone"
+
+
+def three_products(hidden: Tensor, weight: Tensor, slab_bytes: int = 32 * 2**20) -> Products:
+    """Logits and the gradients of both factors, a slab of rows at a time, as the linear loss needs them."""
+    rows_Rd, weight_Vd = hidden.detach().flatten(0, -2), weight.detach()
+    step = max(1, slab_bytes // (4 * weight_Vd.shape[0]))
+    slab = torch.randn(step, weight_Vd.shape[0])
+    by_rows, by_weight = torch.empty_like(rows_Rd), torch.zeros_like(weight_Vd)
+
+    def run() -> Tensor:
+        for first in range(0, rows_Rd.shape[0], step):
+            rows = rows_Rd[first : first + step]
+            logits = torch.mm(rows, weight_Vd.t(), out=slab[: rows.shape[0]])
+            torch.mm(logits, weight_Vd, out=by_rows[first : first + step])
+            by_weight.addmm_(logits.t(), rows)
+        return by_weight
+
+    return Products(run, [])
 
 
 def plain_mixture(hidden: Tensor, prior_logits: Tensor, weight: Tensor, target: Tensor, *, sig: bool) -> Tensor:
@@ -128,7 +153,10 @@ def mixture_case(tokens: int, components: int, features: int, classes: int) -> C
         suite="cpu",
         name=f"mixture cross-entropy, N={tokens} K={components} d={features} V={classes}",
         baseline="torch MoS",
-        implementations={name: Step(loss, leaves) for name, loss in losses.items()},
+        implementations={
+            **{name: Step(loss, leaves) for name, loss in losses.items()},
+            FLOOR: three_products(hidden, weight),
+        },
         targets=dict.fromkeys(("ours MoS", "ours MoSS"), "<= 0.4x, <= 1/10 of the memory"),
     )
 

@@ -7,7 +7,7 @@ A target is a list of clauses with commas between them:
     <= 1.6 ms                  the median time
     <= 64 MiB                  the peak memory
     <= 1/10 of the memory      the peak memory relative to the baseline's
-    flat                       the peak memory, within a tenth of the smallest in the case
+    flat                       the peak memory, within a fifth of the smallest in the case
     aim 0.6x, aim 1.25 ms      what would be better still; missing it misses no target
 """
 
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from measuring import Measurement
 
-FLAT = 1.1
-"""What `flat` allows: the memory of a few numbers a token is there, and is not worth hiding."""
+FLAT = 1.2
+"""What `flat` allows: some dozen numbers a token are there, about 100 bytes, where a row of logits has thousands."""
 
 Quantity = Literal["x", "ms", "MiB", "of the memory", "flat"]
 CLAUSE = re.compile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -44,9 +43,12 @@ def _why_not_triton(form: Form, dtype: torch.dtype, device: torch.device) -> str
     return rows.why_refused(form, dtype)
 
 
-@functools.cache
+# Found out once, outside what torch.compile traces.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _HAS_TRITON
 
 
 # A new backend is one line here, fastest first.

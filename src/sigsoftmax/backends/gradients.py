@@ -42,7 +42,15 @@ def split_arguments(by_argument: Tensor | None, arguments: Sequence[Tensor]) -> 
     if by_argument is None:
         return [None] * len(arguments)
     pieces = torch.split(by_argument, [a.numel() for a in arguments])
-    return [piece.view(a.shape).to(a.device, a.dtype) for piece, a in zip(pieces, arguments, strict=True)]
+    return [
+        None if _is_fixed_elsewhere(a, piece) else piece.view(a.shape).to(a.device, a.dtype)
+        for piece, a in zip(pieces, arguments, strict=True)
+    ]
+
+
+def _is_fixed_elsewhere(argument: Tensor, gradient: Tensor) -> bool:
+    """A fixed number on the CPU wants no gradient, and a copy from the GPU would have to be waited for."""
+    return argument.device != gradient.device and not argument.requires_grad and not torch.compiler.is_compiling()
 
 
 def not_differentiable_again(

@@ -44,6 +44,18 @@ class Rows(NamedTuple):
         return (self.normalizer + self.offset).squeeze(-1)
 
 
+def arguments_like(z: Tensor, form: Form, arguments: Sequence[Tensor]) -> list[Tensor]:
+    """The arguments in the dtype and on the device of ``z``.
+
+    A fixed scalar stays on the CPU: torch passes its value to kernels, while a copy to a GPU would have to be waited
+    for. What a user's form makes of its arguments is not known, so it gets them all on one device.
+    """
+    return [
+        a.to(z.dtype) if form.is_builtin and a.ndim == 0 and not a.requires_grad else a.to(z.device, z.dtype)
+        for a in arguments
+    ]
+
+
 def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Rows:
     """Transform and normalise the last dimension of ``logits``.
 
@@ -51,7 +63,7 @@ def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Rows:
     gradient that it has under torch's softmax.
     """
     z = logits.to(compute_dtype(logits.dtype))
-    like_z = [a.to(z.device, z.dtype) for a in arguments]
+    like_z = arguments_like(z, form, arguments)
     masked = z == MASK
     anchor = z.detach().amax(-1, keepdim=True)
     anchor = torch.where(anchor == MASK, torch.zeros_like(anchor), anchor)

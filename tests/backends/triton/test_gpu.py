@@ -213,6 +213,7 @@ def test_the_default_is_these_kernels_and_gives_the_same_bits_twice(make: Callab
     assert_equal(call.gradients(), first)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @every_call
 def test_nothing_waits_for_the_device(make: Callable[[], Call]) -> None:
     call = make()

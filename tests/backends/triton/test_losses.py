@@ -67,7 +67,8 @@ def check(
         size = float(exact.norm()) + 0.1
         bound = SLACK * frobenius_error(plainly, exact) + 2.0 * torch.finfo(actual.dtype).eps * size
         assert frobenius_error(actual, exact) <= bound, f"result {i} of {member}"
-    if best is not None:
+    if best is not None and dtype == torch.float32:
+        # Rounded products may tie, or swap.
         assert torch.equal(found_best, best)
     return found[0], found[1:]
 

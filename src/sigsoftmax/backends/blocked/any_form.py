@@ -30,10 +30,11 @@ class FormRows:
     ) -> None:
         self.form = form
         self.dtype = reference.compute_dtype(logits_like.dtype)
-        self.arguments = [a.detach().to(logits_like.device, self.dtype) for a in arguments]
+        like = logits_like.new_empty(0, dtype=self.dtype)
+        self.arguments = reference.arguments_like(like, form, [a.detach() for a in arguments])
         self.needs_arguments = needs_arguments
         self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
-        self._argument_sums = [torch.zeros_like(a) for a in self.arguments]
+        self._argument_sums = [like.new_zeros(a.shape) for a in self.arguments]
         self._rows: reference.Rows | None = None
 
     def stats(
