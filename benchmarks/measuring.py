@@ -55,6 +55,8 @@ class Measurement:
     rounds: int
     target: str = ""
     """what was aimed for, in the words of targets.py"""
+    gradient_error: float | None = None
+    """error of the worst gradient against float64, relative to torch's with logits of the same dtype"""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def take_turns(
     rounds: int,
     milliseconds_of: Callable[[Callable[[], object]], float],
     peak_mib: Mapping[str, float | None],
+    gradient_error: Mapping[str, float] | None = None,
 ) -> list[Measurement]:
     """Time all implementations of a case, round by round."""
     for run in case.implementations.values():
@@ -142,6 +145,7 @@ def take_turns(
                 peak_mib=peak_mib.get(name),
                 rounds=rounds,
                 target=case.targets.get(name, ""),
+                gradient_error=(gradient_error or {}).get(name),
             )
         )
     return results
@@ -169,6 +173,27 @@ def cpu_peak_mib(step: Step) -> float:
     # All gradients are held at the end of the backward pass.
     assert peak >= 0, "the profiler missed allocations, or a leaf received no gradient"
     return peak / MIB
+
+
+def gpu_milliseconds(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def gpu_peak_mib(step: Step) -> float:
+    """The most that torch's CUDA allocator had given out at once in a step, beyond the gradients of the leaves."""
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before - gradient_bytes(step.leaves)) / MIB
 
 
 def gradient_bytes(tensors: Sequence[torch.Tensor]) -> int:

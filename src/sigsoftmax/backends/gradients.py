@@ -19,9 +19,14 @@ def empty_like_dtype(like: Tensor) -> Tensor:
     return torch.empty(0, dtype=like.dtype, device=like.device)
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Whether torch.compile is looking. While it traces backward formulas only the type of a tensor tells."""
+    return torch.compiler.is_compiling() or type(tensor) is not Tensor
+
+
 def times(gradient: Tensor, factor: Tensor) -> Tensor:
     """Gradient times the incoming gradient, in place where nobody will ask for it again."""
-    if torch.compiler.is_compiling() or _keeps_graph():
+    if is_traced(factor) or _keeps_graph():
         return gradient * factor.to(gradient.dtype)
     if factor.device.type == "cpu" and bool(factor == 1):
         return gradient
@@ -50,7 +55,7 @@ def split_arguments(by_argument: Tensor | None, arguments: Sequence[Tensor]) -> 
 
 def _is_fixed_elsewhere(argument: Tensor, gradient: Tensor) -> bool:
     """A fixed number on the CPU wants no gradient, and a copy from the GPU would have to be waited for."""
-    return argument.device != gradient.device and not argument.requires_grad and not torch.compiler.is_compiling()
+    return argument.device != gradient.device and not argument.requires_grad and not is_traced(gradient)
 
 
 def not_differentiable_again(

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from sigsoftmax.backends import hugepages, reference
 from sigsoftmax.backends.chunks import LossOptions
-from sigsoftmax.backends.gradients import empty_like_dtype, not_differentiable_again, split_arguments, times
+from sigsoftmax.backends.gradients import (
+    empty_like_dtype,
+    is_traced,
+    not_differentiable_again,
+    split_arguments,
+    times,
+)
 from sigsoftmax.backends.run_loss import run_loss
 from sigsoftmax.backends.sources import GivenLogits, LinearLogits, Source
 from sigsoftmax.family import form_by_name
@@ -214,7 +220,8 @@ def _token_loss_gradients(
     else:
         hidden, weight, bias, log_prior, target, class_weight = saved[:6]
         is_mean, *options, _, needs = ctx.options
-        compute: Any = _token_loss_op if torch.compiler.is_compiling() else _compute_token_loss
+        assert by_losses is not None
+        compute: Any = _token_loss_op if is_traced(by_losses) else _compute_token_loss
         with torch.no_grad():
             results = compute(
                 hidden,

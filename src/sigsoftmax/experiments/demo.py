@@ -205,7 +205,11 @@ def _others(softmax: CapacityResult, others: Sequence[CapacityResult], curve: di
         gain = 1.0 - result.kl / softmax.kl
         worth = _width_text(softmax_width_of_equal_kl(result.kl, curve, floor=FLOOR), curve)
         parts.append(f"\n    {_name(result)}: {_change(gain)}, worth softmax of {worth}")
-    return f"- KL at width {softmax.width} against softmax:" + "".join(parts)
+    caution = (
+        "\n  A head that contains another goes on from its solution, and so is fitted longer: gaps of a few percent, as "
+        "between\n  MoS and MoSS, may be the optimiser's."
+    )
+    return f"- KL at width {softmax.width} against softmax:" + "".join(parts) + caution
 
 
 def _change(gain: float) -> str:
