@@ -206,8 +206,8 @@ def _others(softmax: CapacityResult, others: Sequence[CapacityResult], curve: di
         worth = _width_text(softmax_width_of_equal_kl(result.kl, curve, floor=FLOOR), curve)
         parts.append(f"\n    {_name(result)}: {_change(gain)}, worth softmax of {worth}")
     caution = (
-        "\n  A head that contains another goes on from its solution, and so is fitted longer: gaps of a few percent, as "
-        "between\n  MoS and MoSS, may be the optimiser's."
+        "\n  A head that contains another goes on from its solution, and so is fitted longer: gaps of a few percent,"
+        "\n  as between MoS and MoSS, may be the optimiser's."
     )
     return f"- KL at width {softmax.width} against softmax:" + "".join(parts) + caution
 

@@ -145,8 +145,10 @@ def plain_loss(
     tokens = source.num_tokens
     device = target_N.device
     index_N = torch.empty_like(target_N)
-    vectors = torch.empty(12, tokens, dtype=torch.float32, device=device)
-    scale, by_normalizer, by_target, z_slope, losses, log_normalizer = vectors[:6]
+    vectors = torch.empty(10, tokens, dtype=torch.float32, device=device)
+    scale, by_normalizer, by_target, z_slope = vectors[:4]
+    # Outputs of an op must not share memory.
+    losses, log_normalizer = torch.empty_like(scale), torch.empty_like(scale)
     numbers = torch.empty(2, dtype=torch.float32, device=device)
     class_weight = None if class_weight_V is None else class_weight_V.float().contiguous()
     if scale_N is not None:
@@ -172,7 +174,7 @@ def plain_loss(
         debug=True,
         **launch,
     )
-    stats_6N = vectors[6:]
+    stats_6N = vectors[4:]
     walks_classes = wants_gradient and isinstance(source, LinearLogits) and source.walks_classes
     for first, logits_RV in source.chunks():
         span = slice(first, first + logits_RV.shape[0])
