@@ -175,14 +175,21 @@ def cpu_peak_mib(step: Step) -> float:
     return peak / MIB
 
 
-def gpu_milliseconds(run: Callable[[], object]) -> float:
+def gpu_milliseconds(run: Callable[[], object], at_least: float = 20.0) -> float:
+    """Mean time of as many runs in a row as take ``at_least`` milliseconds: a training step does not wait either."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    runs = 1
+    while True:
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(runs):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        total = start.elapsed_time(end)
+        if total >= at_least:
+            return total / runs
+        runs = max(runs + 1, int(1.2 * runs * at_least / total))
 
 
 def gpu_peak_mib(step: Step) -> float:
