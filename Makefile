@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test slow lint format types imports examples bench-cpu bench-docs build check clean
+.PHONY: help venv demo test slow lint format types imports examples bench-cpu bench-gpu bench-docs build check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -48,6 +48,9 @@ examples: $(VENV)/.installed-dev ## run every example
 
 bench-cpu: $(VENV)/.installed-dev ## speed and memory on this CPU, side by side with plain torch
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+bench-gpu: $(VENV)/.installed-dev ## speed, memory and gradient errors on a CUDA device, with torch and peers
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 bench-docs: $(VENV)/.installed-dev ## tables and pictures of docs/benchmarks.md, from benchmarks/records
 	$(BIN)/python benchmarks/write_docs.py $(ARGS)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sigsoftmax.backends import reference
 
-
 ALIGNMENT = 64
 """elements; 128 bytes of bfloat16"""
 
