@@ -5,7 +5,9 @@ Shapes: N rows, V classes.
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import mpmath
@@ -429,3 +431,19 @@ def test_a_members_largest_value_need_not_be_at_the_largest_logit() -> None:
     z = torch.tensor([[-1e4, 0.0, 1e4]])
     log_p = sigsoftmax.log_probs(z, function=member.make(3))
     assert_same(log_p, torch.tensor([[0.0, -7000.0, -14000.0]]), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("text", ["softmax", "gss(k=0.2, c=1.0)", "shifted_sigsoftmax(b=per_class:2.0)"])
+def test_members_survive_pickling_and_copying(text: str) -> None:
+    member = OutputFunction.parse(text)
+    for again in (pickle.loads(pickle.dumps(member)), copy.deepcopy(member)):  # noqa: S301 (our own bytes)
+        assert str(again) == str(member)
+        assert again.form is member.form
+
+
+@pytest.mark.parametrize(
+    ("initial", "message"), [(0.0, "must be greater than 0"), (float("inf"), "must be finite"), (-1.0, "first value")]
+)
+def test_the_first_value_of_a_learned_parameter_is_checked(initial: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OutputFunction("softmax", alpha=Learned(initial=initial))

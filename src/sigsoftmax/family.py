@@ -329,6 +329,14 @@ class OutputFunction:
     def __repr__(self) -> str:
         return f"OutputFunction({str(self)!r})"
 
+    def __reduce__(self) -> tuple[Callable[..., OutputFunction], tuple[str, dict[str, Value]]]:
+        # By name: a definition holds functions, and the reader has its own.
+        return _with_values, (self.name, self.given)
+
+
+def _with_values(name: str, given: dict[str, Value]) -> OutputFunction:
+    return OutputFunction(name, **given)
+
 
 def _checked_value(name: str, key: str, spec: Parameter, value: Value | int) -> Value:
     where = f"parameter {key!r} of output function {name!r}"
@@ -337,6 +345,8 @@ def _checked_value(name: str, key: str, spec: Parameter, value: Value | int) -> 
             raise ValueError(f"{where} cannot be learned; give a number")
         if value.per_class and not spec.can_differ_by_class:
             raise ValueError(f"{where} cannot differ by class; learn one number")
+        if value.initial is not None:
+            _check_number(f"the first value of {where}", float(value.initial), spec)
         return value
     if isinstance(value, Tensor):
         if not value.is_floating_point() or value.ndim > 1:
@@ -351,7 +361,10 @@ def _checked_value(name: str, key: str, spec: Parameter, value: Value | int) -> 
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{where} must be a number or a tensor, got {type(value).__name__}")
-    number = float(value)
+    return _check_number(where, float(value), spec)
+
+
+def _check_number(where: str, number: float, spec: Parameter) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{where} must be finite, got {number}")
     if number <= spec.lower_bound:
