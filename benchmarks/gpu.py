@@ -57,7 +57,6 @@ def peers() -> dict[str, Any]:
         from cut_cross_entropy import linear_cross_entropy
 
         found["cce"] = lambda x, w, y: linear_cross_entropy(x, w, y, impl="cce")
-        found["cce exact"] = lambda x, w, y: linear_cross_entropy(x, w, y, impl="cce_exact")
     except Exception as error:
         print(f"cut-cross-entropy is left out: {error}")
     return found

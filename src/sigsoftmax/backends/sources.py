@@ -165,7 +165,7 @@ class LinearLogits(Source):
         hidden_Rd = self.hidden_NKd.flatten(0, 1).to(self.weight_Vd.dtype)
         by_hidden = torch.empty(hidden_Rd.shape, dtype=self.sum_dtype, device=hidden_Rd.device)
         classes_in_slab = max(1, self.slab.numel() // hidden_Rd.shape[0])
-        # Rows of a range start at aligned addresses: products and kernels are several times slower where they do not.
+        # Rows of a range start at aligned addresses: products and kernels are far slower where they do not.
         step = classes_in_slab // ALIGNMENT * ALIGNMENT or classes_in_slab
         for first in range(0, self.num_classes, step):
             last = min(first + step, self.num_classes)

@@ -21,7 +21,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def reciprocal(x):
-    """1 / x by the hardware's approximation (one unit in the last place); a full division costs four times more."""
+    """1 / x by the hardware's approximation (one unit in the last place), much cheaper than a full division."""
     if IS_INTERPRETED:
         return 1.0 / x
     else:
