@@ -164,7 +164,9 @@ def cpu_peak_mib(step: Step) -> float:
     neither: what malloc kept of them is in it before and is reused after, so that the difference can be negative.
     """
     step()  # compilation, and what is allocated once and kept
-    with _no_garbage_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    # acc_events: torch 2.11 warns without it.
+    watching = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with _no_garbage_collection(), watching as profiled:
         step()
     assert profiled.profiler is not None
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -18,7 +18,7 @@ class Allocations(NamedTuple):
 
 def allocations_of(action: Callable[[], object]) -> Allocations:
     # The profiler counts at the allocator; a dispatch mode would not see into operations of torch.library.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         result = action()
     assert profiled.profiler is not None
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]

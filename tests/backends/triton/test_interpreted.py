@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ UNHEARD = ("invalid value", "overflow", "divide by zero", "All-NaN slice")
 """numpy warns of what a GPU does without a word, in lanes that are masked afterwards and in rows of NaN."""
 
 
+def interpreter_is_broken() -> bool:
+    """Interpreters before Triton 3.7 call numpy in a way that numpy 2.4 refuses."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    return triton < (3, 7) and numpy >= (2, 4)
+
+
+@pytest.mark.skipif(interpreter_is_broken(), reason="triton < 3.7 does not interpret with numpy >= 2.4")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs these tests itself")
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this process interprets kernels itself")
