@@ -19,44 +19,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar
 
 import targets
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sigsoftmax.records import Environment
+from sigsoftmax.records.speed import Measurement
 
 # The profiler reports each start and stop on stderr otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 MIB = 2**20
 RECORDS = Path(__file__).parent / "records"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One implementation in one case."""
-
-    KIND: ClassVar[str] = "benchmark"
-    VERSION: ClassVar[int] = 1
-
-    suite: str
-    case: str
-    implementation: str
-    baseline: str
-    """the implementation that ratios are relative to; its own name if the case compares no times"""
-    milliseconds: float
-    milliseconds_quartiles: tuple[float, float]
-    ratio: float
-    ratio_quartiles: tuple[float, float]
-    peak_mib: float | None
-    """the most that torch's allocator had given out at once, beyond inputs and their gradients"""
-    rounds: int
-    target: str = ""
-    """what was aimed for, in the words of targets.py"""
-    gradient_error: float | None = None
-    """error of the worst gradient against float64, relative to torch's with logits of the same dtype"""
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ import math
 import pytest
 import torch
 
-from sigsoftmax.analysis.capacity import CapacityResult, fit, softmax_width_of_equal_kl
+from sigsoftmax.analysis.capacity import fit, softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity_curves import CapacityConfig, capacity_curves
 from sigsoftmax.analysis.fitting import Problem
-from sigsoftmax.analysis.heads import Head
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.starts import Solution, contains, disturbed, embedded, linear_end, random_start
 from sigsoftmax.family import OutputFunction, register_function
+from sigsoftmax.heads import Head
 from sigsoftmax.records import Record
+from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.synthetic import Language
 
 RANK = 9

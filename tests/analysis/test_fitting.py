@@ -5,11 +5,11 @@ import torch
 
 from sigsoftmax.analysis import fitting
 from sigsoftmax.analysis.fitting import Problem
-from sigsoftmax.analysis.heads import Head
 from sigsoftmax.analysis.lbfgs import Budget, minimise
 from sigsoftmax.analysis.starts import random_start
 from sigsoftmax.backends import reference
 from sigsoftmax.family import register_function
+from sigsoftmax.heads import Head
 from sigsoftmax.synthetic import Language
 
 LANGUAGE = Language.of_rank(contexts=9, words=7, rank=5, seed=1)

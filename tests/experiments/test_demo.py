@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from sigsoftmax.analysis.capacity import CapacityResult
 from sigsoftmax.analysis.capacity_curves import CapacityConfig
 from sigsoftmax.analysis.lbfgs import Budget
-from sigsoftmax.analysis.spectrum import Spectrum
 from sigsoftmax.experiments.demo import HEADS, DemoConfig, findings, run, table
 from sigsoftmax.records import read
+from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.spectra import Spectrum
 from sigsoftmax.synthetic import Language
 
 

@@ -18,74 +18,25 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.fitting import Problem
-from sigsoftmax.analysis.heads import Head
 from sigsoftmax.analysis.lbfgs import Budget, minimise
 from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.analysis.starts import Solution, contains, disturbed, embedded, random_start, spectral_start
+from sigsoftmax.heads import Head
+from sigsoftmax.records.capacity import CapacityResult, StartResult
 
-__all__ = ["CapacityResult", "Fitted", "StartResult", "Stop", "fit", "softmax_width_of_equal_kl"]
+__all__ = ["Fitted", "Stop", "fit", "softmax_width_of_equal_kl"]
 
 
 class Stop(Protocol):
     """An event of ``threading`` or ``multiprocessing``; a fit that sees it set raises InterruptedError."""
 
     def is_set(self) -> bool: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartResult:
-    """Where one fit began and where it ended."""
-
-    name: str
-    kl: float
-    iterations: int
-    """0 for a contained solution that was carried over exactly and not changed"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapacityResult:
-    """What a head can reach at a width on a language."""
-
-    KIND: ClassVar[str] = "capacity"
-    VERSION: ClassVar[int] = 1
-
-    language: str
-    contexts: int
-    words: int
-    head: str
-    width: int
-    kl: float
-    """the least KL found, in nats; may belong to a contained head (then it is a limit of this one)"""
-    fitted_kl: float
-    """the least KL of a fit of this head itself; rank and singular values are those of that fit"""
-    starts: tuple[StartResult, ...]
-    numbers_per_context: int
-    output_parameters: int
-    rank_bound: int
-    rank: int
-    """singular values of log Q above ``rank_threshold``"""
-    rank_threshold: float
-    """0.5 sqrt(M + N + 1) sigma_max eps of float32, as in the paper"""
-    singular_values: tuple[float, ...]
-    seed: int
-    seconds: float
-
-    @property
-    def spread(self) -> float:
-        """The worst minus the best end of the fits from different starts."""
-        ends = [start.kl for start in self.starts if start.iterations]
-        return max(ends) - min(ends) if ends else 0.0
-
-    @property
-    def excess_perplexity(self) -> float:
-        """e^KL: the factor by which perplexity exceeds that of the truth."""
-        return math.exp(self.kl)
 
 
 @dataclass(frozen=True)

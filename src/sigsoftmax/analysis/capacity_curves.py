@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sigsoftmax.analysis.capacity import CapacityResult, Fitted, Stop, fit
+from sigsoftmax.analysis.capacity import Fitted, Stop, fit
 from sigsoftmax.analysis.fitting import Problem
-from sigsoftmax.analysis.heads import Head
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.starts import Solution, contains
+from sigsoftmax.heads import Head
+from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.synthetic import Language, Weighting
 
 __all__ = ["CapacityConfig", "capacity_curves"]

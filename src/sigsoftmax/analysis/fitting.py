@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.heads import Head
 from sigsoftmax.analysis.lbfgs import Apply, Budget, Minimum, minimise
 from sigsoftmax.backends import reference
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.heads import Head
 
 __all__ = ["Parts", "Problem"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Generator, Tensor
 
 from sigsoftmax.analysis.fitting import Problem
-from sigsoftmax.analysis.heads import Head
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.heads import Head
 
 __all__ = ["Solution", "contains", "disturbed", "embedded", "random_start", "spectral_start"]
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sigsoftmax.analysis.capacity import CapacityResult, softmax_width_of_equal_kl
+from sigsoftmax.analysis.capacity import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity_curves import CapacityConfig, capacity_curves
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.experiments.pictures import draw_bottleneck
 from sigsoftmax.records import Record, append
+from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.synthetic import Language
 
 __all__ = ["DemoConfig", "run"]

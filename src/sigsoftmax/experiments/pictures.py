@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sigsoftmax.analysis.capacity import CapacityResult
-from sigsoftmax.analysis.spectrum import Spectrum
+from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.spectra import Spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

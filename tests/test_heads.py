@@ -2,7 +2,7 @@
 
 import pytest
 
-from sigsoftmax.analysis.heads import Head
+from sigsoftmax.heads import Head
 
 
 @pytest.mark.parametrize(

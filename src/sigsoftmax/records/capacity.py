@@ -1,0 +1,59 @@
+"""What an output head can express at a width."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+__all__ = ["CapacityResult", "StartResult"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartResult:
+    """Where one fit began and where it ended."""
+
+    name: str
+    kl: float
+    iterations: int
+    """0 for a contained solution that was carried over exactly and not changed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityResult:
+    """What a head can reach at a width on a language."""
+
+    KIND: ClassVar[str] = "capacity"
+    VERSION: ClassVar[int] = 1
+
+    language: str
+    contexts: int
+    words: int
+    head: str
+    width: int
+    kl: float
+    """the least KL found, in nats; may belong to a contained head (then it is a limit of this one)"""
+    fitted_kl: float
+    """the least KL of a fit of this head itself; rank and singular values are those of that fit"""
+    starts: tuple[StartResult, ...]
+    numbers_per_context: int
+    output_parameters: int
+    rank_bound: int
+    rank: int
+    """singular values of log Q above ``rank_threshold``"""
+    rank_threshold: float
+    """0.5 sqrt(M + N + 1) sigma_max eps of float32, as in the paper"""
+    singular_values: tuple[float, ...]
+    seed: int
+    seconds: float
+
+    @property
+    def spread(self) -> float:
+        """The worst minus the best end of the fits from different starts."""
+        ends = [start.kl for start in self.starts if start.iterations]
+        return max(ends) - min(ends) if ends else 0.0
+
+    @property
+    def excess_perplexity(self) -> float:
+        """e^KL: the factor by which perplexity exceeds that of the truth."""
+        return math.exp(self.kl)
