@@ -1,0 +1,278 @@
+"""Checkpoints: one safetensors file each, with a JSON text in its header, written whole or not at all.
+
+The tensors hold weights, averages and random states; the JSON text holds the rest: position, configuration, history.
+A checkpoint is written under another name, made durable, and then renamed, so a process killed at any moment leaves
+the last good one in place. A checksum over everything tells a damaged file from a good one. Nothing is unpickled.
+
+    save(path, {"model.embedding": weight}, {"epoch": 3})
+    checkpoint = load(path)
+    checkpoint.tensors["model.embedding"], checkpoint.meta["epoch"]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from glob import escape
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from sigsoftmax._version import __version__
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows, which does not delete a file that is open, and so needs no lock
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Checkpoint", "load", "save"]
+
+VERSION = 1
+VERSION_KEY = "sigsoftmax_checkpoint"
+"""The key of the header that tells a checkpoint from any other safetensors file; its value is the version."""
+NO_CHECKSUM = "00000000"
+"""What stands in the header until the tensors are written."""
+HEADER_LIMIT = 100_000_000
+"""What readers of safetensors accept, in bytes."""
+
+# The names that the safetensors format gives to types.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    tensors: dict[str, Tensor]
+    """on the CPU"""
+    meta: dict[str, Any]
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def save(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """Write a checkpoint, replacing the one at ``path`` only when the new one is complete and durable.
+
+    ``meta`` is what JSON can hold; tuples come back as lists. Tensors may be on any device. An error of the disk is
+    raised as OSError and leaves the checkpoint at ``path`` as it was.
+    """
+    # The package's own writer makes a temporary file under a name nobody can sweep, does not wait for the disk, and
+    # hides the number of an error; the format is a length, a JSON header, and bytes.
+    path = Path(path)
+    header = _header(tensors, meta)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path)
+        try:
+            with temporary.open("xb") as file:
+                _lock(file)
+                _write(file, header, tensors)
+                file.flush()
+                os.fsync(file.fileno())
+                if fcntl is not None:
+                    # Renamed while it is locked: a sweeper never sees it unlocked.
+                    temporary.replace(path)
+            if fcntl is None:
+                temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        size = sum(tensor.nbytes for tensor in tensors.values()) + len(header)
+        kept = f"; {path} is as it was" if path.exists() else ""
+        raise OSError(
+            error.errno,
+            f"could not write the checkpoint {path} of {size / 2**20:.1f} MiB: {error.strerror or error}{kept}. "
+            "Free space or choose another folder, and resume",
+        ) from error
+    _sync_folder(path.parent)
+
+
+def _header(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
+    entries: dict[str, Any] = {}
+    size = 0
+    for name, tensor in _in_order(tensors):
+        if name == "__metadata__":
+            raise ValueError(f"a tensor of a checkpoint cannot be called {name!r}, which the format uses itself")
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+            raise ValueError(f"a checkpoint cannot hold {name!r}, a tensor of {tensor.dtype}, {tensor.layout}")
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [size, size + tensor.nbytes],
+        }
+        size += tensor.nbytes
+    metadata = {VERSION_KEY: str(VERSION), "checksum": NO_CHECKSUM, "bytes": str(size), "meta": _meta_text(meta)}
+    entries = {"__metadata__": metadata, **entries}
+    header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    if len(header) > HEADER_LIMIT:
+        raise ValueError(
+            f"the names and the JSON text of a checkpoint may take {HEADER_LIMIT:,} bytes, got {len(header):,}; keep "
+            "long lists in tensors"
+        )
+    return header
+
+
+def _meta_text(meta: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(meta, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"the meta of a checkpoint must be what JSON can hold: {error}; convert it") from None
+
+
+def _write(file: BinaryIO, header: bytes, tensors: Mapping[str, Tensor]) -> None:
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)
+    checksum = zlib.crc32(header)
+    for _, tensor in _in_order(tensors):
+        data = _bytes_of(tensor)
+        checksum = zlib.crc32(data, checksum)
+        file.write(data)
+    # Known last, and its place is in the header.
+    file.seek(8 + header.index(_checksum_entry(NO_CHECKSUM)))
+    file.write(_checksum_entry(f"{checksum:08x}"))
+
+
+def _in_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Wide types first: then each tensor lies at a multiple of its type's size, as readers that map the file need."""
+    return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+
+
+def _checksum_entry(checksum: str) -> bytes:
+    return f'"checksum":"{checksum}"'.encode()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _lock(file: BinaryIO) -> None:
+    if fcntl is not None:
+        # The kernel releases it when the writer dies, however it dies. Some network disks have no locks.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed writers of this checkpoint left behind."""
+    for leftover in path.parent.glob(f".{escape(path.name)}.*.tmp"):
+        # In use by another writer, or gone already.
+        with suppress(OSError), leftover.open("rb") as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename durable, where folders can be opened."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path) -> Checkpoint:
+    """Read a checkpoint. A file that is missing, foreign, damaged or of a later version raises ValueError."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {path}")
+    try:
+        with path.open("rb") as file:
+            header, entries = _read_header(file, path)
+            metadata = _checked_metadata(entries, path)
+            _check_bytes(file, header, metadata, path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    tensors: dict[str, Tensor] = {}
+    with _safe_open(path) as stored:
+        for name in entries:
+            if name != "__metadata__":
+                # A copy: what is mapped would keep the file open, and change with it on some disks.
+                tensors[name] = stored.get_tensor(name).clone()
+    return Checkpoint(tensors, json.loads(metadata["meta"]))
+
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[bytes, dict[str, Any]]:
+    start = file.read(8)
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")):
+        raise ValueError(
+            f"{path} is a pickle, as torch.save writes it, and no checkpoint of sigsoftmax; pickles can run code and "
+            "are not read"
+        )
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > min(HEADER_LIMIT, path.stat().st_size - 8):
+        raise ValueError(f"{path} is no safetensors file, or was cut short; choose an earlier checkpoint")
+    header = file.read(length)
+    try:
+        entries = json.loads(header)
+    except ValueError:
+        raise ValueError(f"{path} is no safetensors file, or is damaged; choose an earlier checkpoint") from None
+    return header, entries if isinstance(entries, dict) else {}
+
+
+def _checked_metadata(entries: Mapping[str, Any], path: Path) -> dict[str, str]:
+    metadata = entries.get("__metadata__")
+    if not isinstance(metadata, dict) or not {VERSION_KEY, "checksum", "bytes", "meta"} <= metadata.keys():
+        raise ValueError(
+            f"{path} is a safetensors file of something else, without the {VERSION_KEY!r} that a checkpoint of "
+            "sigsoftmax has"
+        )
+    if metadata[VERSION_KEY] != str(VERSION):
+        raise ValueError(
+            f"{path} is a checkpoint of version {metadata[VERSION_KEY]}, and sigsoftmax {__version__} reads version "
+            f"{VERSION}; upgrade sigsoftmax"
+        )
+    return metadata
+
+
+def _check_bytes(file: BinaryIO, header: bytes, metadata: Mapping[str, str], path: Path) -> None:
+    """Read what follows the header, and compare it and the header with the checksum."""
+    written = metadata["checksum"]
+    found = zlib.crc32(header.replace(_checksum_entry(written), _checksum_entry(NO_CHECKSUM), 1))
+    size = 0
+    while block := file.read(1 << 24):
+        found = zlib.crc32(block, found)
+        size += len(block)
+    if str(size) != metadata["bytes"]:
+        raise ValueError(
+            f"{path} is damaged: {size} bytes of tensors, and {metadata['bytes']} were written; choose an earlier "
+            "checkpoint"
+        )
+    if f"{found:08x}" != written:
+        raise ValueError(
+            f"{path} is damaged: its checksum is {found:08x}, and {written} was written; choose an earlier checkpoint"
+        )
+
+
+def _safe_open(path: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ModuleNotFoundError:
+        raise ValueError(
+            "checkpoints are read with safetensors; install it with pip install 'sigsoftmax[lm]'"
+        ) from None
+    return safe_open(path, framework="pt")

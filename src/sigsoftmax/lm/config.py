@@ -1,0 +1,168 @@
+"""What a run is made of: the model, the two phases of training, dynamic evaluation, and a recipe that holds them all.
+
+Every field is checked on construction. The values of the published recipes are in ``recipes``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sigsoftmax.heads import Head
+
+__all__ = ["DynamicEvaluationConfig", "ModelConfig", "Precision", "Recipe", "TrainingConfig"]
+
+Precision = Literal["float32", "tf32", "bf16"]
+PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """An AWD-LSTM: one matrix is embedding and output, separate LSTM layers, six dropouts, any head."""
+
+    head: str = "softmax"
+    """a member of the family or a mixture, as ``gss(k=0.2)`` or ``moss(K=15)``"""
+    embedding: int = 400
+    """width of the tied matrix"""
+    hidden: tuple[int, ...] = (1150, 1150, 400)
+    """LSTM layers. The last feeds the head: without a mixture it has the width of the embedding"""
+    floor: float = 0.0
+    """added to every probability of a mixture, without renormalising; the published code has 1e-8"""
+    dropout_words: float = 0.1
+    """rows of the embedding, at the input alone"""
+    dropout_input: float = 0.4
+    dropout_hidden: float = 0.25
+    """between LSTM layers"""
+    dropout_output: float = 0.4
+    dropout_latent: float = 0.0
+    """of a mixture's latent vectors"""
+    weight_drop: float = 0.5
+    """elements of the hidden-to-hidden matrices"""
+
+    def __post_init__(self) -> None:
+        head = Head.parse(self.head)
+        _check_positive(embedding=self.embedding)
+        if not self.hidden:
+            raise ValueError("hidden must name the width of at least one LSTM layer, got ()")
+        for width in self.hidden:
+            _check_positive(hidden=width)
+        if head.components == 1 and self.hidden[-1] != self.embedding:
+            raise ValueError(
+                f"the last LSTM layer feeds the tied matrix, so its width must be that of the embedding, "
+                f"{self.embedding}, got {self.hidden[-1]}; only a mixture has a latent layer between them"
+            )
+        if head.components == 1 and (self.floor or self.dropout_latent):
+            raise ValueError(f"floor and dropout_latent belong to a mixture, and the head is {self.head!r}")
+        if not (math.isfinite(self.floor) and self.floor >= 0.0):
+            raise ValueError(f"floor must be a number of at least 0, got {self.floor}")
+        for name in ("words", "input", "hidden", "output", "latent"):
+            _check_rate(f"dropout_{name}", getattr(self, f"dropout_{name}"))
+        _check_rate("weight_drop", self.weight_drop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """One phase of training. Finetuning is another value of this, not another loop."""
+
+    optimizer: Literal["nt-asgd", "asgd"] = "nt-asgd"
+    """``asgd`` averages from the first update on, as finetuning does"""
+    learning_rate: float = 30.0
+    epochs: int = 500
+    """at most"""
+    stop_when_stale: bool = False
+    """end, instead of beginning to average, when the trigger fires"""
+    patience: int = 5
+    """n of the non-monotonic trigger, in epochs"""
+    batch: int = 20
+    group: int | None = None
+    """columns that share dropout masks; each group is computed apart. None: all of them"""
+    bptt: int = 70
+    """the usual window; lengths are drawn around it, and the learning rate scales with length / bptt"""
+    longest_window: int | None = None
+    """a cap on drawn lengths"""
+    window_seed: int | None = None
+    """of the window lengths; None: the run's seed"""
+    clip: float = 0.25
+    weight_decay: float = 1.2e-6
+    activation: float = 2.0
+    """weight of AR, the mean square of the dropped last output"""
+    temporal_activation: float = 1.0
+    """weight of TAR, the mean square of the change of the raw last output"""
+    evaluation_batch: int = 10
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("nt-asgd", "asgd"):
+            raise ValueError(f"optimizer must be 'nt-asgd' or 'asgd', got {self.optimizer!r}")
+        _check_positive(
+            epochs=self.epochs,
+            patience=self.patience,
+            batch=self.batch,
+            bptt=self.bptt,
+            evaluation_batch=self.evaluation_batch,
+        )
+        for name in ("learning_rate", "clip"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0.0):
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
+        for name in ("weight_decay", "activation", "temporal_activation"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0.0):
+                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+        if self.group is not None and (self.group < 1 or self.batch % self.group):
+            raise ValueError(f"group must divide the batch of {self.batch} columns, got {self.group}")
+        if self.longest_window is not None and self.longest_window < 5:
+            raise ValueError(f"longest_window must be at least 5, the shortest window, got {self.longest_window}")
+        if self.stop_when_stale and self.optimizer == "nt-asgd":
+            raise ValueError("stop_when_stale goes with optimizer 'asgd': under 'nt-asgd' the trigger begins averaging")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicEvaluationConfig:
+    """Dynamic evaluation in the RMS form, with a grid to search on validation."""
+
+    learning_rates: tuple[float, ...] = (3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 1e-4)
+    decays: tuple[float, ...] = (1e-3, 2e-3, 3e-3, 5e-3)
+    epsilon: float = 2e-5
+    window: int = 5
+    statistics_batch: int = 100
+    """columns in which the training text is laid out for the gradient statistics"""
+
+    def __post_init__(self) -> None:
+        _check_positive(window=self.window, statistics_batch=self.statistics_batch)
+        if not self.learning_rates or not self.decays:
+            raise ValueError("learning_rates and decays must each hold at least one number")
+        for name in ("learning_rates", "decays"):
+            for value in getattr(self, name):
+                if not (math.isfinite(value) and value >= 0.0):
+                    raise ValueError(f"{name} must be numbers of at least 0, got {value}")
+        if not (math.isfinite(self.epsilon) and self.epsilon > 0.0):
+            raise ValueError(f"epsilon must be a positive number, got {self.epsilon}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that determines a run but its seed and its precision."""
+
+    name: str
+    corpus: str
+    """``ptb``, ``wikitext-2``, ``language`` (text sampled from a language of known truth), or a folder"""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    finetuning: TrainingConfig = field(
+        default_factory=lambda: TrainingConfig(optimizer="asgd", stop_when_stale=True, window_seed=331)
+    )
+    dynamic_evaluation: DynamicEvaluationConfig = field(default_factory=DynamicEvaluationConfig)
+    seed: int = 141
+    """the published one; runs may take others"""
+    overrides: tuple[str, ...] = ()
+    """what was changed of the named recipe, for records"""
+
+
+def _check_positive(**values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _check_rate(name: str, rate: float) -> None:
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {rate}")

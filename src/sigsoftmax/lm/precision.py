@@ -1,0 +1,47 @@
+"""Which arithmetic a pass runs in: float32 of IEEE, TF32 products, or a bf16 LSTM and head over float32 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sigsoftmax.lm.config import PRECISIONS, Precision
+
+__all__ = ["arithmetic", "check_precision", "lstm_dtype"]
+
+
+def check_precision(precision: str, device: torch.device) -> Precision:
+    for known in PRECISIONS:
+        if precision == known:
+            if known != "float32" and device.type != "cuda":
+                raise ValueError(
+                    f"precision {precision!r} is for CUDA devices, and this run is on {device}; use float32"
+                )
+            return known
+    raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+
+
+def lstm_dtype(precision: Precision) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+@contextmanager
+def arithmetic(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Sets how float32 products are made, which is a global of the process, and puts it back."""
+    if device.type != "cuda":
+        yield
+        return
+    # cuDNN takes TF32 for recurrent layers unless told otherwise: fidelity needs it off.
+    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.rnn)
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for switch in switches:
+            switch.fp32_precision = "ieee" if precision == "float32" else "tf32"
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value

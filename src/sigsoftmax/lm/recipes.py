@@ -1,0 +1,280 @@
+"""Recipes by name: ``ptb-sigsoftmax`` is the paper's experiment on Penn Treebank with a sigsoftmax head.
+
+A name is a setting and a head. The settings are ``ptb`` and ``wt2``, with every number as published, ``tiny``, for
+Penn Treebank on a few CPU cores, and ``language``, for text sampled from a language of known truth. The head is any
+member of the family or a mixture, as ``softmax-1.5``, ``gss-learned``, ``moss`` or ``gss(k=0.3)``.
+
+Any field can be changed: ``training.learning_rate=20`` on a command line, tables in a TOML file. A change names a
+field by its path and is read as the field's type. All changes are made at once and the result is checked as any
+recipe is; it remembers what was changed of the recipe whose name it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from sigsoftmax import family
+from sigsoftmax.heads import Head
+from sigsoftmax.lm.config import Recipe
+from sigsoftmax.lm.settings import SETTINGS
+from sigsoftmax.records.envelope import from_plain, to_plain
+
+__all__ = [
+    "HEADS",
+    "field_paths",
+    "from_json",
+    "from_toml",
+    "head_by_name",
+    "names",
+    "recipe",
+    "to_json",
+    "with_overrides",
+]
+
+HEADS = (
+    "softmax",
+    "relu",
+    "sigmoid",
+    "sigsoftmax",
+    "shifted-sigsoftmax",
+    "shifted-sigsoftmax-per-class",
+    "gss-0",
+    "gss-0.2",
+    "gss-0.5",
+    "gss-learned",
+    "softmax-1.5",
+    "softmax-2",
+    "softcap",
+    "mos",
+    "moss",
+)
+"""The heads that the list of names shows; any other that can be written works as well."""
+
+# Where learning begins, for members whose default is not the place to begin.
+LEARNED_START = {"gss": 1.0}
+"""k = 1 is softmax: what k becomes is then learned, and not where sigsoftmax had put it."""
+
+
+def names() -> tuple[str, ...]:
+    """The recipes, setting by setting."""
+    return tuple(f"{setting}-{head}" for setting in SETTINGS for head in HEADS)
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name; an unknown one is refused with the nearest that exist."""
+    setting, _, head_name = name.partition("-")
+    try:
+        if setting not in SETTINGS:
+            raise ValueError(f"names begin with {', '.join(f'{known}-' for known in SETTINGS)}")
+        if not head_name:
+            raise ValueError(f"it must say a head too, as {setting}-{HEADS[0]}")
+        head = head_by_name(head_name, components=SETTINGS[setting].components)
+    except ValueError as error:
+        near = difflib.get_close_matches(name, names(), n=3, cutoff=0.7)
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise ValueError(f"unknown recipe {name!r}{hint}: {error}") from None
+    return SETTINGS[setting].build(name, head)
+
+
+def head_by_name(name: str, *, components: int) -> Head:
+    """A head as recipes name it: ``gss-0.2`` sets the first parameter of a member, ``mos-4`` the components.
+
+    ``-learned`` and ``-per-class`` train that parameter; one that layers train anyway needs no word. What
+    ``Head.parse`` reads is read as well.
+    """
+    mixture = re.fullmatch(r"(mos|moss)(?:-(\d+))?", name)
+    if mixture is not None:
+        return Head.parse(f"{mixture[1]}(K={mixture[2] or components})")
+    if "(" in name:
+        return Head.parse(name)
+    for member in sorted(family.names(), key=len, reverse=True):
+        value = re.fullmatch(rf"{re.escape(member.replace('_', '-'))}(?:-(.+))?", name.replace("_", "-"))
+        if value is not None:
+            return Head.parse(_member_with(member, value[1]))
+    return Head.parse(name)
+
+
+def _member_with(member: str, value: str | None) -> str:
+    parameters = family.definition_by_name(member).parameters
+    if value is None:
+        learned = [key for key, parameter in parameters.items() if parameter.learned_in_layers]
+        return f"{member}({', '.join(f'{key}=learned' for key in learned)})" if learned else member
+    if not parameters:
+        raise ValueError(f"{member!r} has no parameter that {value!r} could be")
+    start = f":{LEARNED_START[member]:g}" if member in LEARNED_START else ""
+    written = {"learned": f"learned{start}", "per-class": f"per_class{start}"}.get(value, value)
+    return f"{member}({next(iter(parameters))}={written})"
+
+
+def to_json(recipe: Recipe) -> dict[str, Any]:
+    """As JSON can hold it, for checkpoints."""
+    plain: dict[str, Any] = to_plain(recipe)
+    return plain
+
+
+def from_json(plain: Mapping[str, Any]) -> Recipe:
+    built: Recipe = from_plain(Recipe, dict(plain), "recipe")
+    return built
+
+
+# --- changes --------------------------------------------------------------------------------------------------------
+
+
+def field_paths() -> dict[str, Any]:
+    """Every field that can be changed, by its path, with its type."""
+    return _paths(Recipe, "", leave_out=("name", "overrides"))
+
+
+def _paths(owner: type, prefix: str, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, expected in typing.get_type_hints(owner).items():
+        if name in leave_out:
+            continue
+        if dataclasses.is_dataclass(expected) and isinstance(expected, type):
+            found |= _paths(expected, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = expected
+    return found
+
+
+def with_overrides(base: Recipe, changes: Iterable[str]) -> Recipe:
+    """``base`` with changes written as ``training.epochs=22`` or ``model.hidden=1150,1150,400``."""
+    known = field_paths()
+    values: dict[str, Any] = {}
+    for change in changes:
+        path, equals, text = (part.strip() for part in change.partition("="))
+        if not equals:
+            raise ValueError(f"cannot read the change {change!r}; write it as training.learning_rate=20")
+        _check_path(path, known)
+        if path in values:
+            raise ValueError(f"{path} is changed twice; say it once")
+        values[path] = _plain_of_text(known[path], text)
+    return _changed(base, values)
+
+
+def from_toml(path: str | Path) -> Recipe:
+    """A recipe from a file: ``recipe = "ptb-softmax"`` and what to change, in tables such as ``[training]``.
+
+    TOML has no null: a field that may be None takes the text ``"none"``.
+    """
+    path = Path(path)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"no recipe file at {path}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    name = content.pop("recipe", None)
+    if not isinstance(name, str):
+        raise ValueError(f'{path} must name the recipe that it changes, as recipe = "ptb-softmax"')
+    known = field_paths()
+    try:
+        values = dict(_flattened(content, known))
+        for key, value in values.items():
+            _check_path(key, known)
+            if isinstance(value, str):
+                # As on a command line only where it can be nothing else: numbers are written as numbers here.
+                values[key] = None if _allows_none(known[key]) and value.lower() == "none" else value
+        return _changed(recipe(name), values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _flattened(table: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict) and f"{prefix}{key}" not in known:
+            if not any(path.startswith(f"{prefix}{key}.") for path in known):
+                _check_path(f"{prefix}{key}", known)
+            yield from _flattened(value, known, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _check_path(path: str, known: Mapping[str, Any]) -> None:
+    if path in known:
+        return
+    if any(candidate.startswith(f"{path}.") for candidate in known):
+        inside = ", ".join(candidate for candidate in known if candidate.startswith(f"{path}."))
+        raise ValueError(f"{path} is not one field but several: {inside}")
+    last = path.rpartition(".")[2]
+    near = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(path, known, n=3)
+    near = near or [
+        candidate
+        for word in difflib.get_close_matches(last, {candidate.rpartition(".")[2] for candidate in known}, n=2)
+        for candidate in known
+        if candidate.rpartition(".")[2] == word
+    ]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"the fields are {', '.join(known)}"
+    raise ValueError(f"a recipe has no field {path!r}; {hint}")
+
+
+def _changed(base: Recipe, values: Mapping[str, Any]) -> Recipe:
+    known = field_paths()
+    plain = to_json(base)
+    changes = dict(change.split("=", 1) for change in base.overrides)
+    for path, value in values.items():
+        typed = from_plain(known[path], value, path)
+        if path == "model.head":
+            typed = value = str(Head.parse(typed))
+        *tables, last = path.split(".")
+        owner = plain
+        for table in tables:
+            owner = owner[table]
+        if path in changes or from_plain(known[path], owner[last], path) != typed:
+            changes[path] = _text_of(typed)
+        owner[last] = value
+    plain["overrides"] = [f"{path}={text}" for path, text in changes.items()]
+    try:
+        return from_json(plain)
+    except ValueError as error:
+        raise ValueError(f"{base.name} cannot be changed so: {error}") from None
+
+
+# --- values as text -------------------------------------------------------------------------------------------------
+
+
+def _allows_none(expected: Any) -> bool:
+    return typing.get_origin(expected) in (typing.Union, types.UnionType) and type(None) in typing.get_args(expected)
+
+
+def _plain_of_text(expected: Any, text: str) -> Any:
+    """What JSON would hold; a text that cannot be read as the type stays one, and is refused with the field's name."""
+    arguments = typing.get_args(expected)
+    if _allows_none(expected):
+        if text.lower() == "none":
+            return None
+        (expected,) = (argument for argument in arguments if argument is not type(None))
+    if typing.get_origin(expected) is tuple:
+        inside = text.strip("()[] ")
+        return [_plain_of_text(arguments[0], part.strip()) for part in inside.split(",") if part.strip()]
+    if expected is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if expected in (int, float):
+        try:
+            return expected(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _text_of(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(_text_of(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)

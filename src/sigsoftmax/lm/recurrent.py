@@ -1,0 +1,102 @@
+"""A stack of LSTM layers with weight drop.
+
+The masked matrix is an argument of the LSTM operation, never an attribute of a module: a module may go on using weights
+that it has packed before, and then weight drop does nothing.
+
+Shapes: T time steps, B columns, I input features, H hidden features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LayerState", "LstmLayer", "LstmStack", "StackOutput"]
+
+
+class LayerState(NamedTuple):
+    """(1, B, H) each."""
+
+    hidden: Tensor
+    cell: Tensor
+
+
+class StackOutput(NamedTuple):
+    raw_TBH: Tensor
+    """of the last layer, before its dropout"""
+    states: list[LayerState]
+
+
+class LstmLayer(nn.Module):
+    """The parameters of one layer: gates in the order i, f, g, o, two biases, all U(-1/sqrt(H), 1/sqrt(H))."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.weight_ih = nn.Parameter(torch.empty(4 * hidden, inputs))
+        self.weight_hh = nn.Parameter(torch.empty(4 * hidden, hidden))
+        self.bias_ih = nn.Parameter(torch.empty(4 * hidden))
+        self.bias_hh = nn.Parameter(torch.empty(4 * hidden))
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        bound = 1.0 / math.sqrt(self.hidden)
+        for parameter in self.parameters():
+            parameter.uniform_(-bound, bound, generator=generator)
+
+    def packed(self, weight_mask_4HH: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+        """The four tensors as views of one buffer, as cuDNN wants them, with the hidden-to-hidden matrix masked."""
+        weight_hh = self.weight_hh if weight_mask_4HH is None else self.weight_hh * weight_mask_4HH
+        tensors = [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
+        if not self.weight_ih.is_cuda:
+            return [tensor.to(dtype) for tensor in tensors]
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).to(dtype)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _lstm(input_TBI: Tensor, state: LayerState, packed: list[Tensor]) -> tuple[Tensor, LayerState]:
+    # cuDNN has a backward pass in training mode alone, and no dropout is left to it: the flag asks for gradients.
+    output, hidden, cell = torch._VF.lstm(
+        input_TBI, (state.hidden, state.cell), packed, True, 1, 0.0, torch.is_grad_enabled(), False, False
+    )
+    return output, LayerState(hidden, cell)
+
+
+class LstmStack(nn.Module):
+    """Layers one after the other, with a locked mask after each but the last."""
+
+    def __init__(self, inputs: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        widths = [inputs, *hidden]
+        self.layers = nn.ModuleList(LstmLayer(i, h) for i, h in pairwise(widths))
+
+    def in_order(self) -> list[LstmLayer]:
+        return [layer for layer in self.layers if isinstance(layer, LstmLayer)]
+
+    def zero_state(self, batch: int, dtype: torch.dtype) -> list[LayerState]:
+        device = next(self.parameters()).device
+        shapes = [(1, batch, layer.hidden) for layer in self.in_order()]
+        return [LayerState(*(torch.zeros(s, dtype=dtype, device=device) for _ in range(2))) for s in shapes]
+
+    def forward(
+        self,
+        input_TBI: Tensor,
+        states: Sequence[LayerState],
+        *,
+        hidden_masks: Sequence[Tensor | None],
+        weight_masks: Sequence[Tensor | None],
+    ) -> StackOutput:
+        new_states: list[LayerState] = []
+        output = input_TBI
+        for index, layer in enumerate(self.in_order()):
+            output, state = _lstm(output, states[index], layer.packed(weight_masks[index], output.dtype))
+            new_states.append(state)
+            if index < len(hidden_masks) and (mask := hidden_masks[index]) is not None:
+                output = output * mask.to(output.dtype)
+        return StackOutput(output, new_states)

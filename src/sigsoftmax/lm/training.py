@@ -1,0 +1,460 @@
+"""Training: epochs of updates, validation, the switch to averaging, the best weights, checkpoints, records.
+
+There is one loop. Finetuning is another :class:`TrainingConfig` that starts from the best weights of training.
+
+A run lives in a folder of its own: ``last.safetensors`` is all it needs to go on, ``best.safetensors`` the model it has
+found, ``records.jsonl`` what it measured. A run that is killed goes on from its last checkpoint; on a CPU it ends in
+the same bits as if nothing had happened.
+
+A run is advanced step by step from outside, so that several can share one GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.lm import checkpoints
+from sigsoftmax.lm.config import Precision, Recipe, TrainingConfig
+from sigsoftmax.lm.data import Corpus, WindowLengths, batchify
+from sigsoftmax.lm.evaluation import Evaluation, Evaluator
+from sigsoftmax.lm.interruption import SoftStop
+from sigsoftmax.lm.model import LanguageModel
+from sigsoftmax.lm.optimization import AveragedSgd, NonMonotonicTrigger
+from sigsoftmax.lm.precision import check_precision
+from sigsoftmax.lm.saved_models import check_same_corpus, load_model, model_tensors, saved_meta
+from sigsoftmax.lm.updates import Updater
+from sigsoftmax.records import Environment, Record, append
+from sigsoftmax.records.training import EpochRecord, RunIdentity
+
+__all__ = ["Diverged", "Phase", "Progress", "Trainer", "resolve_device", "run_together"]
+
+Phase = Literal["train", "finetune"]
+
+PART = 200
+"""updates whose losses are averaged for a look at training"""
+IN_FLIGHT = 8
+"""updates given to a GPU before the host waits for it: enough to hide the host, few enough to stay in step"""
+
+
+class Diverged(ArithmeticError):
+    """The loss is no longer a finite number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a run stands, for whoever watches."""
+
+    epoch: int
+    epochs: int
+    update: int
+    """of the epoch"""
+    row: int
+    rows: int
+    tokens_per_second: float
+    """of the epoch so far"""
+    seconds_left: float | None
+    """until the end of the epoch"""
+    loss: float | None
+    """mean of the last full part of the epoch"""
+    record: EpochRecord | None = None
+    """when an epoch has ended"""
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device of that name; refused if this machine has none."""
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be as 'cpu', 'cuda' or 'cuda:1', got {device!r}") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"the device {str(device)!r} was asked for, but torch sees no CUDA device here; use cpu")
+    if resolved.type == "cuda" and resolved.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return resolved
+
+
+class Trainer:
+    """One phase of one run. ``start`` is the checkpoint that finetuning begins with."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        corpus: Corpus,
+        folder: str | Path,
+        *,
+        phase: Phase = "train",
+        start: str | Path | None = None,
+        seed: int | None = None,
+        device: str | torch.device = "cpu",
+        precision: str = "float32",
+        checkpoint_seconds: float = 300.0,
+        checkpoint_updates: int | None = None,
+        capture: bool = True,
+        concurrent_runs: int = 1,
+    ) -> None:
+        if (phase == "finetune") != (start is not None):
+            raise ValueError(
+                "finetuning starts from a checkpoint, and training does not: give start with phase finetune"
+            )
+        self.recipe, self.corpus, self.folder, self.phase = recipe, corpus, Path(folder), phase
+        self.seed = recipe.seed if seed is None else seed
+        self.device = resolve_device(device)
+        self.precision: Precision = check_precision(precision, self.device)
+        self.config: TrainingConfig = recipe.training if phase == "train" else recipe.finetuning
+        self._checkpoint_seconds, self._checkpoint_updates = checkpoint_seconds, checkpoint_updates
+        self._concurrent_runs = concurrent_runs
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        with self._on_stream():
+            self._build(None if start is None else Path(start), capture)
+            if self.last_path.exists():
+                self._resume()
+        self._events = self._run()
+
+    def _build(self, start: Path | None, capture: bool) -> None:
+        config, words = self.config, len(self.corpus.vocabulary)
+        if start is None:
+            self.model = LanguageModel(self.recipe.model, words, seed=self.seed).to(self.device)
+        else:
+            loaded = load_model(start, device=self.device)
+            check_same_corpus(loaded.meta, self.corpus, start)
+            self.model = loaded.model
+        text_RB = batchify(self.corpus.train, config.batch)
+        valid_RB = batchify(self.corpus.valid, config.evaluation_batch)
+        self._rows = text_RB.shape[0]
+        self._lengths = WindowLengths(
+            self.seed if config.window_seed is None else config.window_seed, config.bptt, config.longest_window
+        )
+        self._optimizer = AveragedSgd(list(self.model.parameters()), clip=config.clip, weight_decay=config.weight_decay)
+        if config.optimizer == "asgd":
+            self._optimizer.begin_averaging()
+        self._updater = Updater(
+            self.model,
+            self._optimizer,
+            text_RB,
+            config,
+            generator=torch.Generator(self.device).manual_seed(self.seed),
+            precision=self.precision,
+            capture=capture,
+        )
+        # In float32 whatever training runs in, so that runs can be compared.
+        self._evaluator = Evaluator(self.model, valid_RB, capture=capture)
+        self._trigger = NonMonotonicTrigger(config.patience)
+        self._best: dict[str, Tensor] = {}
+        self._best_loss, self._best_epoch = math.inf, 0
+        self._epoch, self._row, self._update = 1, 0, 0
+        self._seconds = 0.0
+        """spent on the current epoch before a resumption"""
+        self._stale = False
+        self.identity = RunIdentity(
+            recipe=self.recipe.name,
+            overrides=self.recipe.overrides,
+            phase=self.phase,
+            head=self.recipe.model.head,
+            corpus=self.corpus.name,
+            corpus_checksum=self.corpus.checksum,
+            seed=self.seed,
+            precision=self.precision,
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+        )
+
+    @property
+    def last_path(self) -> Path:
+        return self.folder / "last.safetensors"
+
+    @property
+    def best_path(self) -> Path:
+        return self.folder / "best.safetensors"
+
+    @property
+    def records_path(self) -> Path:
+        return self.folder / "records.jsonl"
+
+    @property
+    def best_loss(self) -> float:
+        return self._best_loss
+
+    @property
+    def finished(self) -> bool:
+        return self._stale or self._epoch > self.config.epochs
+
+    # --- from outside ---------------------------------------------------------------------------------------------
+
+    def advance(self) -> Progress | None:
+        """Do a little: give an update to the device, or look whether it is ready (None). StopIteration at the end."""
+        with self._on_stream():
+            return next(self._events)
+
+    def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
+        """Train to the end. Asked to stop, it saves a checkpoint and raises KeyboardInterrupt."""
+        for _ in run_together([self], lambda _, progress: watch(progress)):
+            pass
+
+    def save(self) -> None:
+        """Write checkpoints of where the run stands; refused once it has diverged."""
+        with self._on_stream():
+            self._check_finite()
+            if self._best:
+                checkpoints.save(self.best_path, self._best, self._model_meta())
+            checkpoints.save(self.last_path, self._tensors(), self._meta())
+        self._saved = time.monotonic()
+        self._updates_since_save = 0
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Generator[Progress | None, None, None]:
+        self._saved, self._updates_since_save = time.monotonic(), 0
+        if self.phase == "finetune" and not self._best:
+            evaluation = yield from self._validated()
+            self._keep_best(evaluation.loss_over_rows, epoch=0)
+        while not self.finished:
+            if self._update == 0:
+                self._updater.begin_epoch()
+                self._seconds = 0.0
+            yield from self._updates()
+            seconds_training = self._seconds + time.monotonic() - self._began
+            yield from self._validate(seconds_training)
+            if self.finished or self._save_is_due():
+                self.save()
+        if not self.last_path.exists():
+            self.save()
+
+    def _updates(self) -> Generator[Progress | None, None, None]:
+        self._began = time.monotonic()
+        first_row, in_flight, loss = self._row, deque[torch.cuda.Event](), None
+        for window in self._lengths.epoch(self._rows, start=self._row):
+            self._updater.run(drawn=window.drawn, length=window.length)
+            self._row, self._update = self._row + window.drawn, self._update + 1
+            self._updates_since_save += 1
+            if self._stream is not None:
+                in_flight.append(self._stream.record_event())
+                while len(in_flight) > IN_FLIGHT:
+                    if in_flight[0].query():
+                        in_flight.popleft()
+                    else:
+                        yield None
+            if self._update % PART == 0:
+                loss = self._check_finite()
+            if self._save_is_due():
+                self.save()
+            yield self._progress(first_row, loss)
+        while in_flight and not in_flight[-1].query():
+            yield None
+        self._check_finite()
+
+    def _validate(self, seconds_training: float) -> Generator[Progress | None, None, None]:
+        began = time.monotonic()
+        optimizer = self._optimizer.mode
+        self._optimizer.exchange()
+        evaluation = yield from self._validated()
+        # The published scripts compare losses over rows; a constant factor changes no comparison.
+        is_best = evaluation.loss_over_rows < self._best_loss
+        if is_best:
+            self._keep_best(evaluation.loss_over_rows, epoch=self._epoch)
+        self._optimizer.exchange()
+        losses = self._updater.losses(0, self._update)
+        record = EpochRecord(
+            run=self.identity,
+            epoch=self._epoch,
+            optimizer=optimizer,
+            updates=self._update,
+            train_loss=math.fsum(losses) / len(losses),
+            train_loss_parts=_part_means(losses),
+            valid_loss=evaluation.loss,
+            valid_loss_over_rows=evaluation.loss_over_rows,
+            is_best=is_best,
+            seconds_training=seconds_training,
+            seconds_validation=time.monotonic() - began,
+            concurrent_runs=self._concurrent_runs,
+            peak_mib=torch.cuda.max_memory_allocated(self.device) / 2**20 if self._stream is not None else None,
+        )
+        append(self.records_path, Record.of(record, Environment.here(self.device)))
+        if self._trigger.fires(evaluation.loss_over_rows):
+            if self.config.stop_when_stale:
+                self._stale = True
+            else:
+                self._optimizer.begin_averaging()
+        progress = dataclasses.replace(self._progress(0, record.train_loss), record=record)
+        # Before control is given away: whoever gets it may save.
+        self._epoch, self._row, self._update = self._epoch + 1, 0, 0
+        yield progress
+
+    def _validated(self) -> Generator[None, None, Evaluation]:
+        for _ in self._evaluator.launch():
+            yield None
+        if self._stream is not None:
+            done = self._stream.record_event()
+            while not done.query():
+                yield None
+        return self._evaluator.result()
+
+    def _keep_best(self, loss: float, *, epoch: int) -> None:
+        self._best = {name: tensor.detach().clone() for name, tensor in model_tensors(self.model).items()}
+        self._best_loss, self._best_epoch = loss, epoch
+
+    def _check_finite(self) -> float | None:
+        """The mean loss of the last full part. Raises before anything is saved if a loss is not finite."""
+        losses = self._updater.losses(0, self._update)
+        for index, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise Diverged(
+                    f"the loss became {loss} at update {index + 1} of epoch {self._epoch}; nothing was saved since. "
+                    f"The best model so far is kept (epoch {self._best_epoch}); try a lower learning_rate than "
+                    f"{self.config.learning_rate:g}"
+                )
+        means = _part_means(losses)
+        return means[-1] if means else None
+
+    def _save_is_due(self) -> bool:
+        if self._checkpoint_updates is not None:
+            return self._updates_since_save >= self._checkpoint_updates
+        return time.monotonic() - self._saved >= self._checkpoint_seconds
+
+    def _progress(self, first_row: int, loss: float | None) -> Progress:
+        elapsed = time.monotonic() - self._began
+        rows_done = self._row - first_row
+        return Progress(
+            epoch=self._epoch,
+            epochs=self.config.epochs,
+            update=self._update,
+            row=min(self._row, self._rows),
+            rows=self._rows,
+            tokens_per_second=rows_done * self.config.batch / max(elapsed, 1e-9),
+            seconds_left=elapsed * max(self._rows - self._row, 0) / rows_done if rows_done > 0 else None,
+            loss=loss,
+        )
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            **_prefixed("model", model_tensors(self.model)),
+            **_prefixed("best", self._best),
+            **_prefixed("optimizer", self._optimizer.state()),
+            **_prefixed("updater", self._updater.state()),
+        }
+
+    def _model_meta(self) -> dict[str, Any]:
+        """What tells a model: enough to build it again and to know its text."""
+        return saved_meta(self.recipe, self.identity, self.corpus, epoch=self._best_epoch, valid_loss=self._best_loss)
+
+    def _meta(self) -> dict[str, Any]:
+        running = self._update > 0
+        return self._model_meta() | {
+            "epoch": self._epoch,
+            "row": self._row,
+            "update": self._update,
+            "seconds": self._seconds + (time.monotonic() - self._began if running else 0.0),
+            "stale": self._stale,
+            "losses": self._trigger.losses,
+            "window_lengths": self._lengths.state(),
+            "records_bytes": self.records_path.stat().st_size if self.records_path.exists() else 0,
+        }
+
+    def _binding(self, value: Any) -> Any:
+        """All of a recipe or an identity that may not change when a run goes on: it may go on for longer."""
+        loose = ("epochs", "overrides", "dynamic_evaluation", "finetuning" if self.phase == "train" else "training")
+        if isinstance(value, dict):
+            return {key: self._binding(item) for key, item in value.items() if key not in loose}
+        return value
+
+    def _resume(self) -> None:
+        checkpoint = checkpoints.load(self.last_path)
+        meta, path = checkpoint.meta, self.last_path
+        check_same_corpus(meta, self.corpus, path)
+        ours = self._model_meta()
+        for name in ("recipe", "run"):
+            theirs, mine = (self._binding(value[name]) for value in (meta, ours))
+            if theirs != mine:
+                raise ValueError(
+                    f"{path} belongs to another run: {_difference(theirs, mine)}; choose another folder, or run it as "
+                    "it was begun (only the number of epochs may change)"
+                )
+        tensors = checkpoint.tensors
+        with torch.no_grad():
+            for name, tensor in model_tensors(self.model).items():
+                tensor.copy_(tensors[f"model.{name}"])
+        self._best = {name: tensor.to(self.device) for name, tensor in _unprefixed("best", tensors).items()}
+        self._optimizer.restore(_unprefixed("optimizer", tensors))
+        self._updater.restore(_unprefixed("updater", tensors))
+        self._lengths.restore(meta["window_lengths"])
+        self._trigger = NonMonotonicTrigger(self.config.patience, meta["losses"])
+        self._best_loss = math.inf if meta["valid_loss"] is None else meta["valid_loss"]
+        self._best_epoch = meta["best_epoch"]
+        self._epoch, self._row, self._update = meta["epoch"], meta["row"], meta["update"]
+        self._seconds, self._stale = meta["seconds"], meta["stale"]
+        # Epochs after the checkpoint are trained again, and would be recorded twice.
+        if self.records_path.exists() and self.records_path.stat().st_size > meta["records_bytes"]:
+            with self.records_path.open("rb+") as file:
+                file.truncate(meta["records_bytes"])
+
+
+def _part_means(losses: list[float]) -> tuple[float, ...]:
+    full = range(0, len(losses) - PART + 1, PART)
+    return tuple(math.fsum(losses[first : first + PART]) / PART for first in full)
+
+
+def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _unprefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    start = f"{prefix}."
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+def _difference(theirs: Any, ours: Any, where: str = "") -> str:
+    """The first field in which two nested values differ, in words."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in sorted(theirs.keys() | ours.keys()):
+            if theirs.get(key) != ours.get(key):
+                return _difference(theirs.get(key), ours.get(key), f"{where}.{key}" if where else str(key))
+    return f"{where or 'it'} is {theirs!r} there and {ours!r} here"
+
+
+def run_together(trainers: Sequence[Trainer], watch: Callable[[Trainer, Progress], None]) -> Iterator[Trainer]:
+    """Advance several runs in turns, which share one device; yields each as it ends.
+
+    Asked to stop, each goes on to where its state is whole and saves; then KeyboardInterrupt is raised. One that
+    diverges stops alone; the error is raised when the others have ended.
+    """
+    running, diverged = list(trainers), list[Diverged]()
+    with SoftStop() as stop:
+        while running:
+            idle = True
+            for trainer in list(running):
+                try:
+                    progress = trainer.advance()
+                except StopIteration:
+                    running.remove(trainer)
+                    yield trainer
+                    continue
+                except Diverged as error:
+                    running.remove(trainer)
+                    diverged.append(error)
+                    continue
+                if progress is not None:
+                    idle = False
+                    watch(trainer, progress)
+                    if stop.asked:
+                        trainer.save()
+                        running.remove(trainer)
+            if idle:
+                time.sleep(1e-4)
+    if stop.asked:
+        raise KeyboardInterrupt
+    if diverged:
+        raise diverged[0]

@@ -1,0 +1,197 @@
+"""The gradient of each window of a text in turn: fixed windows, carried state, no dropout.
+
+What changes from window to window (the row, the carried state, the losses) lives on the device in tensors that stay
+where they are, so that a window of a given length can be captured once and replayed. A pass has a stream of its own,
+so that several can share one GPU.
+
+Shapes: L words, R rows, B columns, W windows.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.lm.capture import RepeatedCalls
+from sigsoftmax.lm.data import evaluation_windows
+from sigsoftmax.lm.model import LanguageModel
+from sigsoftmax.lm.precision import arithmetic, check_precision, lstm_dtype
+
+__all__ = ["Look", "WindowGradients", "check_text", "trainable_copy", "window_count"]
+
+WARM_UP = 3
+"""windows that are slower than others: the first allocates and compiles, the second is captured"""
+FIRST_LOOK = 10
+"""windows after which the time of a run can be told"""
+SECONDS_BETWEEN_LOOKS = 1.0
+IN_FLIGHT = 64
+"""windows given to a GPU before the host waits for it: enough to hide the host, few enough to stop soon"""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How far a pass has come."""
+
+    windows: int
+    loss: float
+    """mean over the tokens so far"""
+    broken_at: int | None
+    """the first window, counted from 1, whose loss is no finite number"""
+    seconds_per_window: float
+
+
+def window_count(tokens: int, window: int) -> int:
+    """Windows of a text in one column: its first token is not scored, and the last window may be shorter.
+
+    >>> window_count(82_430, 5)
+    16486
+    """
+    if tokens < 2 or window < 1:
+        raise ValueError(f"a text needs at least 2 tokens and a window at least 1, got {tokens} and {window}")
+    return -(-(tokens - 1) // window)
+
+
+def check_text(ids_L: Tensor, words: int) -> None:
+    """Refuse what is no text of at least 2 of these words."""
+    if ids_L.ndim != 1 or ids_L.dtype != torch.int64:
+        raise ValueError(f"a text must be one stream of int64 ids, got {ids_L.dtype} of shape {tuple(ids_L.shape)}")
+    if ids_L.numel() < 2:
+        raise ValueError(f"a text must have at least 2 tokens, since the first is not scored, got {ids_L.numel()}")
+    low, high = (int(bound) for bound in torch.aminmax(ids_L))
+    if low < 0 or high >= words:
+        raise ValueError(
+            f"ids must be between 0 and {words - 1:,}, the model having {words:,} words, got "
+            f"{low if low < 0 else high:,}; was the text made with another vocabulary?"
+        )
+
+
+def trainable_copy(model: LanguageModel) -> LanguageModel:
+    """With the same tie between its matrices, and gradients for every parameter."""
+    duplicate = copy.deepcopy(model)
+    duplicate.zero_grad(set_to_none=True)
+    return duplicate.requires_grad_()
+
+
+class WindowGradients:
+    """Goes over a text and gives the gradients of each window's mean loss to ``use``, one for each parameter.
+
+    ``use`` runs inside the captured call: it may change the parameters in place.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        text_RB: Tensor,
+        use: Callable[[list[Tensor]], None],
+        *,
+        window: int,
+        limit: int | None = None,
+        precision: str = "float32",
+        capture: bool = True,
+    ) -> None:
+        rows, batch = text_RB.shape
+        self.device = model.embedding.device
+        self.windows = window_count(rows, window)
+        if limit is not None:
+            if limit < 1:
+                raise ValueError(f"limit must be at least 1 window, got {limit}")
+            self.windows = min(self.windows, limit)
+        self.window = window
+        self._precision = check_precision(precision, self.device)
+        self._model, self._use, self._rows, self._batch = model, use, rows, batch
+        self._parameters = list(model.parameters())
+        # A float64 model stays one: its passes are what others are compared with.
+        self._dtype = lstm_dtype(self._precision) if self._precision == "bf16" else model.embedding.dtype
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._text_RB = text_RB.to(self.device)
+        self._states = model.zero_state(batch, self._dtype)
+        self._row = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._count = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._losses_W = torch.zeros(self.windows, dtype=torch.float64, device=self.device)
+        self._steps = torch.arange(window, device=self.device)
+        self._calls = RepeatedCalls(self.device, capture=capture)
+
+    def scored(self, windows: int | None = None) -> int:
+        """Tokens of the first windows, or of all that the pass goes over."""
+        return min((self.windows if windows is None else windows) * self.window, self._rows - 1) * self._batch
+
+    def launch(self, look: Callable[[Look], None]) -> Generator[None, None, None]:
+        """Give the work to the device, window by window; ``look`` is called now and then, and after the last.
+
+        The first look tells what a window takes. A look waits for the device, nothing else does for long.
+        """
+        self._begin()
+        looked, warm = time.monotonic(), time.monotonic()
+        in_flight: deque[torch.cuda.Event] = deque()
+        try:
+            windows = islice(evaluation_windows(self._rows, self.window), self.windows)
+            for done, window in enumerate(windows, start=1):
+                with self.on_stream():
+                    self._calls(window.length, partial(self._window, window.length))
+                if self._stream is not None:
+                    in_flight.append(self._stream.record_event())
+                    if len(in_flight) > IN_FLIGHT:
+                        in_flight.popleft().synchronize()
+                if done == WARM_UP:
+                    self.synchronize()
+                    warm = time.monotonic()
+                due = time.monotonic() - looked >= SECONDS_BETWEEN_LOOKS
+                if done == self.windows or done == FIRST_LOOK or (due and done > WARM_UP):
+                    loss, broken_at = self.loss(done)
+                    looked = time.monotonic()
+                    timed = done - WARM_UP if done > WARM_UP else done
+                    look(Look(done, loss, broken_at, (looked - warm) / timed))
+                yield
+        except BaseException:
+            # What the device still works on must not be freed.
+            self.synchronize()
+            raise
+
+    def loss(self, windows: int) -> tuple[float, int | None]:
+        """The mean over the tokens of the first windows, and the first of them whose loss is not finite, from 1."""
+        with self.on_stream():
+            losses_W = self._losses_W[:windows].cpu()
+        lengths_W = torch.full_like(losses_W, float(self.window))
+        lengths_W[-1] = self.scored(windows) // self._batch - self.window * (windows - 1)
+        broken = (~losses_W.isfinite()).nonzero()
+        return float(losses_W @ lengths_W / lengths_W.sum()), int(broken[0]) + 1 if len(broken) else None
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _begin(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self.on_stream():
+            for tensor in (self._row, self._count, self._losses_W, *(t for state in self._states for t in state)):
+                tensor.zero_()
+
+    def _window(self, length: int) -> None:
+        rows = self._row + self._steps[:length]
+        tokens, targets = self._text_RB.index_select(0, rows), self._text_RB.index_select(0, rows + 1)
+        with torch.enable_grad(), arithmetic(self._precision, self.device):
+            features = self._model.features(tokens, self._states, dtype=self._dtype)
+            loss = self._model.loss(features, targets)
+            gradients = torch.autograd.grad(loss, self._parameters)
+        with torch.no_grad():
+            self._use(list(gradients))
+            self._losses_W.index_copy_(0, self._count, loss.detach().double().reshape(1))
+            for old, new in zip(self._states, features.states, strict=True):
+                old.hidden.copy_(new.hidden)
+                old.cell.copy_(new.cell)
+            self._count += 1
+            self._row += length

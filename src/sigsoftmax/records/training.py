@@ -1,0 +1,149 @@
+"""Training, evaluation, dynamic evaluation and comparison of language models.
+
+Losses are in nats per token; a perplexity is their exp and is derived, never stored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+__all__ = ["ComparisonRecord", "DynamicEvaluationRecord", "EpochRecord", "EvaluationRecord", "RunIdentity"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """What was trained: enough to tell runs apart and to put seeds of the same thing together."""
+
+    recipe: str
+    """name of the recipe, as ``ptb-sigsoftmax``"""
+    overrides: tuple[str, ...] = ()
+    """fields that differ from the named recipe, as ``training.epochs=22``"""
+    phase: str
+    """``train`` or ``finetune``"""
+    head: str
+    """as ``sigsoftmax`` or ``moss(K=15)``"""
+    corpus: str
+    """as ``ptb``, ``wikitext-2``, ``language`` or the name of a folder"""
+    corpus_checksum: str
+    seed: int
+    precision: str
+    """``float32``, ``tf32`` or ``bf16``"""
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """An epoch of training and the validation after it."""
+
+    KIND: ClassVar[str] = "epoch"
+    VERSION: ClassVar[int] = 1
+
+    run: RunIdentity
+    epoch: int
+    """1 for the first"""
+    optimizer: str
+    """``sgd`` or ``asgd``: with the latter the validated weights are the averages"""
+    updates: int
+    """in this epoch"""
+    train_loss: float
+    """the mean negative log-likelihood under dropout, without AR and TAR"""
+    train_loss_parts: tuple[float, ...]
+    """the same over every 200 updates in a row"""
+    valid_loss: float
+    valid_loss_over_rows: float
+    """the published scripts' value: the sum divided by the rows of the batch, not by the rows scored"""
+    is_best: bool
+    seconds_training: float
+    seconds_validation: float
+    concurrent_runs: int = 1
+    """how many runs shared the device"""
+    peak_mib: float | None = None
+    """the most memory the run's process held on the accelerator"""
+
+    @property
+    def valid_perplexity(self) -> float:
+        return math.exp(self.valid_loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    """A static evaluation of a checkpoint."""
+
+    KIND: ClassVar[str] = "evaluation"
+    VERSION: ClassVar[int] = 1
+
+    run: RunIdentity
+    split: str
+    """``valid`` or ``test``"""
+    batch: int
+    loss: float
+    loss_over_rows: float
+    """the published scripts' value"""
+    tokens: int
+    """scored"""
+    epoch: int
+    """of training, whose checkpoint this is"""
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicEvaluationRecord:
+    """One dynamic evaluation: one point of the grid on one split. All numbers are in the RMS form."""
+
+    KIND: ClassVar[str] = "dynamic-evaluation"
+    VERSION: ClassVar[int] = 1
+
+    run: RunIdentity
+    split: str
+    learning_rate: float
+    decay: float
+    epsilon: float
+    window: int
+    loss: float
+    tokens: int
+    """scored"""
+    complete: bool
+    """whether the whole split was evaluated"""
+    chosen: bool
+    """whether this is the point that won on validation, or the only one"""
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRecord:
+    """A head among others under an equal budget."""
+
+    KIND: ClassVar[str] = "comparison"
+    VERSION: ClassVar[int] = 1
+
+    run: RunIdentity
+    epochs: int
+    updates: int
+    valid_loss: float
+    test_loss: float
+    entropy_rate: float | None
+    """of the language, where it is known"""
+    kl: float | None
+    """mean over test positions of the exact KL(truth || model), where the truth is known"""
+    kl_standard_error: float | None
+    rank: int | None
+    """of the log-output matrix, under the paper's threshold"""
+    rank_bound: int | None
+    words: int
+    contexts: int | None
+    """columns of the matrix whose rank it is"""
+    seconds: float
+
+    @property
+    def test_perplexity(self) -> float:
+        return math.exp(self.test_loss)
