@@ -53,7 +53,9 @@ class NaiveModel:
 
     def windows(self, values, text_RB, window, use):
         """Each window's length and mean loss; ``use`` gets its gradients, and may change ``values``."""
-        states = [(torch.zeros(text_RB.shape[1], h).double(), torch.zeros(text_RB.shape[1], h).double()) for h in self.hidden]
+        states = [
+            (torch.zeros(text_RB.shape[1], h).double(), torch.zeros(text_RB.shape[1], h).double()) for h in self.hidden
+        ]
         losses = []
         for first in range(0, len(text_RB) - 1, window):
             last = min(first + window, len(text_RB) - 1)

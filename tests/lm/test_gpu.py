@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.lm.runs import epochs_of, small_recipe, small_trainer
 
 from sigsoftmax.lm.config import ModelConfig, TrainingConfig
 from sigsoftmax.lm.evaluation import evaluate
@@ -13,7 +14,6 @@ from sigsoftmax.lm.precision import arithmetic
 from sigsoftmax.lm.regularization import draw_masks
 from sigsoftmax.lm.training import run_together
 from sigsoftmax.lm.updates import Updater
-from tests.lm.runs import epochs_of, small_recipe, small_trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

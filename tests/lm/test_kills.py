@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from tests.lm.runs import assert_same_end, small_recipe, small_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -74,12 +73,14 @@ def kill_often(folder, kills, seed):
             raise SystemExit(f"the run ended after {deaths} kills; make it longer")
         else:
             break
-    print(deaths, inside)
 
 
 def run_killed(folder, kills, seed):
     # A process of its own: forking this one would copy its threads' locks.
-    script = f"from tests.lm.test_kills import kill_often; from pathlib import Path; kill_often(Path({str(folder)!r}), {kills}, {seed})"
+    script = (
+        "from pathlib import Path; from tests.lm.test_kills import kill_often; "
+        f"kill_often(Path({str(folder)!r}), {kills}, {seed})"
+    )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -47,7 +47,8 @@ def test_published_sizes(config, words, parameters, tensors):
 
 def test_initialisation():
     model = LanguageModel(ModelConfig(head="mos(K=4)", embedding=30, hidden=(40, 50)), 2000, seed=3)
-    assert model.embedding.abs().max() <= 0.1 and model.embedding.std().item() == pytest.approx(0.2 / 12**0.5, rel=0.02)
+    assert model.embedding.abs().max() <= 0.1
+    assert model.embedding.std().item() == pytest.approx(0.2 / 12**0.5, rel=0.02)
     assert (model.output.bias == 0.0).all()
     for parameter in (model.output.prior.weight, model.output.latent.weight, model.output.latent.bias):
         assert parameter.abs().max() <= 50**-0.5

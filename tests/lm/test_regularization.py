@@ -46,14 +46,19 @@ def test_kept_values_are_scaled_so_that_the_mean_is_one(name, rate):
 def test_weight_masks_drop_single_elements():
     mask = masks_of(ModelConfig(embedding=80, hidden=(80,), weight_drop=0.5)).weights_4HH[0]
     assert (mask == 0.0).double().mean() == pytest.approx(0.5, abs=0.02)
-    assert (mask == 0.0).any(0).all() and (mask != 0.0).any(0).all()
+    assert (mask == 0.0).any(0).all()
+    assert (mask != 0.0).any(0).all()
 
 
 def test_a_rate_of_zero_draws_nothing():
     off = {f"dropout_{name}": 0.0 for name in ("words", "input", "hidden", "output")}
     masks = masks_of(ModelConfig(embedding=8, hidden=(9, 8), weight_drop=0.0, **off))
-    assert masks.words_V is None and masks.input_1BD is None and masks.output_1BH is None and masks.latent_1BKD is None
-    assert masks.hidden_1BH == (None,) and masks.weights_4HH == (None, None)
+    assert masks.words_V is None
+    assert masks.input_1BD is None
+    assert masks.output_1BH is None
+    assert masks.latent_1BKD is None
+    assert masks.hidden_1BH == (None,)
+    assert masks.weights_4HH == (None, None)
 
 
 def test_masks_follow_the_generator():

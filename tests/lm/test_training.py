@@ -7,13 +7,13 @@ import signal
 
 import pytest
 import torch
+from tests.lm.runs import assert_same_end, epochs_of, small_corpus, small_recipe, small_trainer
 
 from sigsoftmax.lm import checkpoints
 from sigsoftmax.lm.data import batchify
 from sigsoftmax.lm.evaluation import evaluate
 from sigsoftmax.lm.saved_models import load_model
 from sigsoftmax.lm.training import Diverged, Trainer, resolve_device, run_together
-from tests.lm.runs import assert_same_end, epochs_of, small_corpus, small_recipe, small_trainer
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_another_recipe_seed_or_text_is_refused_and_the_checkpoint_stays(finishe
         small_trainer(finished, recipe=small_recipe(learning_rate=9.0))
     with pytest.raises(ValueError, match="another run: seed is 5 there and 7 here"):
         small_trainer(finished, seed=7)
-    with pytest.raises(ValueError, match="another text.*was the corpus changed"):
+    with pytest.raises(ValueError, match=r"another text.*was the corpus changed"):
         small_trainer(finished, corpus=small_corpus(seed=1))
     assert (finished / "last.safetensors").read_bytes() == before
 
@@ -205,7 +205,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left on device.*is as it was"):
+    with pytest.raises(OSError, match=r"No space left on device.*is as it was"):
         trainer.save()
     monkeypatch.undo()
     assert (tmp_path / "last.safetensors").read_bytes() == before

@@ -98,5 +98,7 @@ def test_an_epoch_begins_at_the_first_row_with_zero_state():
     updater.run(drawn=9, length=9)
     updater.begin_epoch()
     state = updater.state()
-    assert int(state["row"]) == 0 and int(state["count"]) == 0
-    assert (state["hidden.0.0"] == 0.0).all() and (state["cell.0.1"] == 0.0).all()
+    assert int(state["row"]) == 0
+    assert int(state["count"]) == 0
+    assert (state["hidden.0.0"] == 0.0).all()
+    assert (state["cell.0.1"] == 0.0).all()

@@ -1,0 +1,230 @@
+"""Make the tables of docs/reproduction.md from the records in results/: `make reproduction-docs`.
+
+The page is written by hand but for what stands between `<!-- generated: NAME -->` and `<!-- end -->`. `--check` writes
+nothing and exits with 1 if the page is not what the records give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from write_docs import NO_RECORDS, PART
+
+from sigsoftmax.records import Environment, read
+from sigsoftmax.records.paper import CURVES, PublishedCurve
+from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reproduction.md"
+RESULTS = ROOT / "results"
+
+GATE_FROM, GATE = 8, 0.04
+"""epoch from which a curve must be within this fraction of the reference"""
+EQUAL_EPOCHS, EQUAL = range(15, 23), 0.01
+"""epochs whose mean perplexity must agree between precisions, and how closely"""
+
+Epochs = dict[int, EpochRecord]
+
+
+class Records:
+    """All that results/ holds, by run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.curves: dict[tuple[str, str, int], Epochs] = defaultdict(dict)
+        """(recipe, precision, seed) -> epoch -> record, of training"""
+        self.alone: list[tuple[EpochRecord, Environment]] = []
+        self.evaluations: list[EvaluationRecord] = []
+        self.dynamic: list[tuple[DynamicEvaluationRecord, Environment]] = []
+        self.places: set[Environment] = set()
+        for path in sorted(folder.glob("**/*.jsonl")):
+            for record in read(path):
+                if record.kind == EpochRecord.KIND:
+                    epoch = record.payload_as(EpochRecord)
+                    self.alone.append((epoch, record.environment))
+                    if epoch.run.phase == "train" and "timing" not in path.stem:
+                        self.curves[epoch.run.recipe, epoch.run.precision, epoch.run.seed][epoch.epoch] = epoch
+                elif record.kind == EvaluationRecord.KIND:
+                    self.evaluations.append(record.payload_as(EvaluationRecord))
+                elif record.kind == DynamicEvaluationRecord.KIND:
+                    self.dynamic.append((record.payload_as(DynamicEvaluationRecord), record.environment))
+
+    def of(self, recipe: str) -> Iterator[tuple[str, int, Epochs]]:
+        for (name, precision, seed), epochs in sorted(self.curves.items()):
+            if name == recipe:
+                yield precision, seed, epochs
+
+
+def perplexity(record: EpochRecord) -> float:
+    """As the reference reports it."""
+    return math.exp(record.valid_loss_over_rows)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def stage_gate(records: Records) -> str:
+    """Our curves beside the reference's, and the verdict."""
+    blocks = []
+    for curve in CURVES:
+        recipe = {"softmax": "ptb-softmax", "mos(K=15)": "ptb-mos"}[curve.head]
+        runs = list(records.of(recipe))
+        if runs:
+            blocks.append(_gate_table(curve, recipe, runs))
+    return "\n".join(blocks) or NO_RECORDS
+
+
+def _gate_table(curve: PublishedCurve, recipe: str, runs: Sequence[tuple[str, int, Epochs]]) -> str:
+    header = ["epoch", "reference", *(f"{precision}, seed {seed}" for precision, seed, _ in runs)]
+    rows = []
+    worst = [0.0] * len(runs)
+    for epoch, reference in curve.perplexities.items():
+        cells = []
+        for index, (_, _, epochs) in enumerate(runs):
+            if epoch not in epochs:
+                cells.append("")
+                continue
+            off = perplexity(epochs[epoch]) / reference - 1.0
+            cells.append(f"{perplexity(epochs[epoch]):.1f} ({off:+.1%})")
+            if epoch >= GATE_FROM:
+                worst[index] = max(worst[index], off, key=abs)
+        rows.append([str(epoch), f"{reference:.1f}", *cells])
+    verdicts = [f"{off:+.1%}: {'within' if abs(off) <= GATE else 'NOT within'} {GATE:.0%}" for off in worst]
+    rows.append([f"largest from epoch {GATE_FROM}", "", *verdicts])
+    return f"Validation perplexity of `{recipe}` (batch 10, over rows). Reference: {curve.source}.\n\n" + table(
+        header, rows
+    )
+
+
+def first_epoch(records: Records) -> str:
+    """Training loss inside the first epoch, which shows regularisation that is off."""
+    rows = [
+        [recipe, precision, str(seed), *(f"{part:.2f}" for part in epochs[1].train_loss_parts)]
+        for (recipe, precision, seed), epochs in sorted(records.curves.items())
+        if 1 in epochs
+    ]
+    if not rows:
+        return NO_RECORDS
+    most = max(map(len, rows)) - 3
+    header = ["recipe", "precision", "seed", *(f"updates {200 * i + 1} to {200 * i + 200}" for i in range(most))]
+    return table(header, [row + [""] * (most + 3 - len(row)) for row in rows])
+
+
+def precisions(records: Records) -> str:
+    """Mean perplexity of epochs 15 to 22 in each precision, over seeds."""
+    means: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for (recipe, precision, seed), epochs in records.curves.items():
+        if all(epoch in epochs for epoch in EQUAL_EPOCHS):
+            values = [math.exp(epochs[epoch].valid_loss) for epoch in EQUAL_EPOCHS]
+            means[recipe, precision][seed] = statistics.fmean(values)
+    rows = []
+    for (recipe, precision), by_seed in sorted(means.items()):
+        exact = means.get((recipe, "float32"), {})
+        shared = sorted(exact.keys() & by_seed.keys())
+        verdict = ""
+        if precision != "float32" and shared:
+            ratio = statistics.fmean(by_seed[s] for s in shared) / statistics.fmean(exact[s] for s in shared)
+            within = "within" if abs(ratio - 1.0) <= EQUAL else "NOT within"
+            verdict = f"{ratio - 1.0:+.2%} over {len(shared)} seeds: {within} {EQUAL:.0%}"
+        seeds = ", ".join(f"{seed}: {mean:.2f}" for seed, mean in sorted(by_seed.items()))
+        rows.append([recipe, precision, f"{statistics.fmean(by_seed.values()):.2f}", seeds, verdict])
+    if not rows:
+        return NO_RECORDS
+    return table(["recipe", "precision", "mean of epochs 15 to 22", "by seed", "against float32"], rows)
+
+
+def heads(records: Records) -> str:
+    """The last epoch that all seeds of a recipe have."""
+    by_recipe: dict[tuple[str, str], list[Epochs]] = defaultdict(list)
+    for (recipe, precision, _), epochs in records.curves.items():
+        by_recipe[recipe, precision].append(epochs)
+    rows = []
+    for (recipe, precision), runs in sorted(by_recipe.items()):
+        last = min(max(epochs) for epochs in runs)
+        values = [math.exp(epochs[last].valid_loss) for epochs in runs]
+        train = [math.exp(epochs[last].train_loss) for epochs in runs]
+        rows.append([recipe, precision, str(last), _spread(values), _spread(train), str(len(runs))])
+    if not rows:
+        return NO_RECORDS
+    return table(["recipe", "precision", "epoch", "valid perplexity", "train perplexity", "seeds"], rows)
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = f"{statistics.fmean(values):.2f}"
+    return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
+
+
+def times(records: Records) -> str:
+    """Seconds of an epoch, by how many runs shared the device, without the first epochs, which capture graphs."""
+    groups: dict[tuple[str, str, str, int], list[EpochRecord]] = defaultdict(list)
+    for epoch, where in records.alone:
+        if epoch.epoch > 2:
+            groups[epoch.run.recipe, epoch.run.precision, where.device, epoch.concurrent_runs].append(epoch)
+    rows = []
+    for (recipe, precision, device, at_once), epochs in sorted(groups.items()):
+        seconds = statistics.median(e.seconds_training + e.seconds_validation for e in epochs)
+        memory = max((e.peak_mib or 0.0) for e in epochs) / at_once
+        rows.append(
+            [recipe, precision, device, str(at_once), f"{seconds:.1f}", f"{seconds / at_once:.1f}", f"{memory:.0f}"]
+        )
+    if not rows:
+        return NO_RECORDS
+    header = ["recipe", "precision", "device", "runs at once", "s an epoch", "s a model-epoch", "MiB a model"]
+    return table(header, rows)
+
+
+def dynamic(records: Records) -> str:
+    rows = [
+        [
+            r.run.recipe,
+            str(r.run.seed),
+            r.split,
+            f"{r.learning_rate:.2g}",
+            f"{r.decay:.2g}",
+            f"{r.tokens:,}{'' if r.complete else ' (part)'}",
+            f"{r.perplexity:.2f}",
+            f"{r.seconds:.0f}",
+            where.device,
+        ]
+        for r, where in records.dynamic
+    ]
+    if not rows:
+        return NO_RECORDS
+    return table(["recipe", "seed", "split", "η", "λ", "tokens", "perplexity", "s", "device"], rows)
+
+
+PARTS: Mapping[str, Callable[[Records], str]] = {
+    "stage-gate": stage_gate,
+    "first-epoch": first_epoch,
+    "precisions": precisions,
+    "heads": heads,
+    "times": times,
+    "dynamic-evaluation": dynamic,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
+    arguments = parser.parse_args()
+    records = Records(RESULTS)
+    before = PAGE.read_text(encoding="utf-8")
+    after = PART.sub(lambda part: f"{part['begin']}{PARTS[part['suite']](records)}{part['end']}", before)
+    if arguments.check:
+        if before != after:
+            print(f"{PAGE.relative_to(ROOT)} is not what results/ gives; run make reproduction-docs")
+            return 1
+        return 0
+    PAGE.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
