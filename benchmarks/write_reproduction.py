@@ -17,7 +17,8 @@ from pathlib import Path
 from write_docs import NO_RECORDS, PART
 
 from sigsoftmax.records import Environment, read
-from sigsoftmax.records.paper import CURVES, PublishedCurve
+from sigsoftmax.records.model_spectra import ModelSpectrum
+from sigsoftmax.records.paper import CURVES, RANKS, PublishedCurve
 from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +42,7 @@ class Records:
         self.alone: list[tuple[EpochRecord, Environment]] = []
         self.evaluations: list[EvaluationRecord] = []
         self.dynamic: list[tuple[DynamicEvaluationRecord, Environment]] = []
-        self.places: set[Environment] = set()
+        self.spectra: list[ModelSpectrum] = []
         for path in sorted(folder.glob("**/*.jsonl")):
             for record in read(path):
                 if record.kind == EpochRecord.KIND:
@@ -51,6 +52,8 @@ class Records:
                         self.curves[epoch.run.recipe, epoch.run.precision, epoch.run.seed][epoch.epoch] = epoch
                 elif record.kind == EvaluationRecord.KIND:
                     self.evaluations.append(record.payload_as(EvaluationRecord))
+                elif record.kind == ModelSpectrum.KIND:
+                    self.spectra.append(record.payload_as(ModelSpectrum))
                 elif record.kind == DynamicEvaluationRecord.KIND:
                     self.dynamic.append((record.payload_as(DynamicEvaluationRecord), record.environment))
 
@@ -96,7 +99,7 @@ def _gate_table(curve: PublishedCurve, recipe: str, runs: Sequence[tuple[str, in
             if epoch >= GATE_FROM:
                 worst[index] = max(worst[index], off, key=abs)
         rows.append([str(epoch), f"{reference:.1f}", *cells])
-    verdicts = [f"{off:+.1%}: {'within' if abs(off) <= GATE else 'NOT within'} {GATE:.0%}" for off in worst]
+    verdicts = [f"{off:+.1%}: {'within' if abs(off) <= GATE else 'outside'} {GATE:.0%}" for off in worst]
     rows.append([f"largest from epoch {GATE_FROM}", "", *verdicts])
     return f"Validation perplexity of `{recipe}` (batch 10, over rows). Reference: {curve.source}.\n\n" + table(
         header, rows
@@ -200,6 +203,23 @@ def dynamic(records: Records) -> str:
     return table(["recipe", "seed", "split", "η", "λ", "tokens", "perplexity", "s", "device"], rows)
 
 
+def ranks(records: Records) -> str:
+    published = {(rank.corpus, rank.head): rank.rank for rank in RANKS}
+    rows = [
+        [
+            m.run.recipe,
+            str(m.run.seed),
+            f"{m.spectrum.words:,} x {m.spectrum.contexts:,}",
+            f"{m.spectrum.press32_rank:,}",
+            f"{published.get((m.run.corpus, m.run.head), 0):,}",
+        ]
+        for m in records.spectra
+    ]
+    if not rows:
+        return NO_RECORDS
+    return table(["recipe", "seed", "words x contexts", "rank, ours", "rank, the paper's finetuned models"], rows)
+
+
 PARTS: Mapping[str, Callable[[Records], str]] = {
     "stage-gate": stage_gate,
     "first-epoch": first_epoch,
@@ -207,6 +227,7 @@ PARTS: Mapping[str, Callable[[Records], str]] = {
     "heads": heads,
     "times": times,
     "dynamic-evaluation": dynamic,
+    "ranks": ranks,
 }
 
 

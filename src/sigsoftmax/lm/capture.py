@@ -53,3 +53,5 @@ class RepeatedCalls:
         """Drop all graphs: the calls have changed."""
         self._met.clear()
         self._graphs.clear()
+        # The pool goes with its last graph, and its handle cannot be used again.
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None

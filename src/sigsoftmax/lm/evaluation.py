@@ -6,6 +6,7 @@ Shapes: R rows, B columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +90,12 @@ class Evaluator:
 
 def evaluate(model: LanguageModel, text_RB: Tensor, *, precision: Precision = "float32") -> Evaluation:
     """The loss of a model on a text laid out in columns."""
-    evaluator = Evaluator(model, text_RB, precision=precision)
-    for _ in evaluator.launch():
-        pass
-    return evaluator.result()
+    # A graph cannot be captured on the default stream.
+    stream = torch.cuda.Stream(model.embedding.device) if model.embedding.is_cuda else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(model.embedding.device))
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        evaluator = Evaluator(model, text_RB, precision=precision)
+        for _ in evaluator.launch():
+            pass
+        return evaluator.result()
