@@ -3,11 +3,12 @@
 import json
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import pytest
 
 from sigsoftmax.records import Environment, Record, append, read
+from sigsoftmax.records.envelope import from_plain, to_plain
 
 
 @dataclass(frozen=True)
@@ -129,3 +130,18 @@ def test_a_missing_file_and_a_foreign_value(tmp_path):
         list(read(tmp_path / "absent.jsonl"))
     with pytest.raises(TypeError, match=r"a record cannot hold a set"):
         Record.of(Measured(seconds=1.0, count=1, flag=True, label="", parts=(), by_name={"x": {1}}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    mode: Literal["fast", "slow"] = "slow"
+    level: Literal[1] | None = None
+
+
+def test_a_choice_is_one_of_those_named():
+    for chosen in (Chosen(), Chosen(mode="fast", level=1)):
+        assert from_plain(Chosen, to_plain(chosen), "settings") == chosen
+    with pytest.raises(ValueError, match=r"settings\.mode must be 'fast' or 'slow', got 'quick'"):
+        from_plain(Chosen, {"mode": "quick"}, "settings")
+    with pytest.raises(ValueError, match=r"settings\.level must be 1, got \[1\]"):
+        from_plain(Chosen, {"level": [1]}, "settings")

@@ -121,6 +121,7 @@ class DynamicEvaluationConfig:
 
     learning_rates: tuple[float, ...] = (3e-5, 4e-5, 5e-5, 6e-5, 7e-5, 1e-4)
     decays: tuple[float, ...] = (1e-3, 2e-3, 3e-3, 5e-3)
+    """both for windows of 5: with another window the grid is scaled by window / 5"""
     epsilon: float = 2e-5
     window: int = 5
     statistics_batch: int = 100

@@ -36,7 +36,7 @@ from sigsoftmax.lm.dynamic_rates import Rates
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.training import Diverged
 from sigsoftmax.lm.window_gradients import Look, WindowGradients, check_text, trainable_copy
-from sigsoftmax.records.training import DynamicEvaluationRecord, RunIdentity
+from sigsoftmax.records.training import DynamicEvaluationRecord, RunIdentity, perplexity_of
 
 __all__ = [
     "DynamicEvaluation",
@@ -67,7 +67,7 @@ class DynamicProgress:
 
     @property
     def perplexity(self) -> float:
-        return _perplexity(self.loss)
+        return perplexity_of(self.loss)
 
     @property
     def seconds_left(self) -> float:
@@ -206,7 +206,7 @@ class DynamicEvaluation:
 
     @property
     def perplexity(self) -> float:
-        return _perplexity(self.loss)
+        return perplexity_of(self.loss)
 
     def record(self, run: RunIdentity) -> DynamicEvaluationRecord:
         return DynamicEvaluationRecord(
@@ -237,13 +237,6 @@ class DynamicEvaluation:
         )
 
 
-def _perplexity(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
 class DynamicEvaluator:
     """Evaluates one text at any rates, as often as asked; on a GPU by replaying a graph.
 
@@ -266,7 +259,8 @@ class DynamicEvaluator:
         check_text(ids_L, model.words)
         statistics.check_fits(model)
         self._start = [parameter.detach() for parameter in model.parameters()]
-        self._statistics = statistics.to(model.embedding.device)
+        in_order = {name: statistics.rms[name] for name, _ in model.named_parameters()}
+        self._statistics = replace(statistics, rms=in_order).to(model.embedding.device)
         self._split, self._progress = split, progress
         adapted = trainable_copy(model)
         self._weights = [parameter.detach() for parameter in adapted.parameters()]

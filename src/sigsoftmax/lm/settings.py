@@ -7,13 +7,13 @@ training, which the Sigsoftmax paper doubles: 1000 and 1500. The code's own are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sigsoftmax.heads import Head
 from sigsoftmax.lm.config import DynamicEvaluationConfig, ModelConfig, Recipe, TrainingConfig
+from sigsoftmax.lm.dynamic_rates import Rates
 
 __all__ = ["SETTINGS", "Setting", "rms_form"]
 
@@ -31,15 +31,9 @@ class Setting:
 def rms_form(
     learning_rate: float, decay: float, epsilon: float, *, windows: int, tensors: int
 ) -> DynamicEvaluationConfig:
-    """One point of dynamic evaluation given in the older scaling, in the RMS form.
-
-    The older one takes the root of a sum of squared gradients over the training ``windows``, where RMS takes that of
-    their mean, and divides by a sum over the parameter ``tensors``, where RMS divides by their mean.
-    """
-    root = math.sqrt(windows)
-    return DynamicEvaluationConfig(
-        learning_rates=(learning_rate / root,), decays=(decay / tensors,), epsilon=epsilon / root
-    )
+    """One point of dynamic evaluation, given in the older scaling."""
+    rates = Rates.from_sum_form(learning_rate, decay, epsilon, windows=windows, tensors=tensors)
+    return DynamicEvaluationConfig(learning_rates=(rates.learning_rate,), decays=(rates.decay,), epsilon=rates.epsilon)
 
 
 def _finetuning(**values: Any) -> TrainingConfig:
@@ -130,22 +124,26 @@ def _tiny(name: str, head: Head) -> Recipe:
 
 
 def _language(name: str, head: Head) -> Recipe:
-    """A width far below the rank of the language, so that heads differ, and seconds an epoch."""
-    common: dict[str, Any] = {"batch": 40, "bptt": 35, "activation": 0.0, "temporal_activation": 0.0}
+    """A width far below the rank of the language, so that heads differ, and seconds an epoch.
+
+    The latent layer of a mixture takes the place of the second LSTM and has about as many parameters; with both, a
+    mixture stays at the frequencies of the words for epochs before it learns from context.
+    """
+    common: dict[str, Any] = {"batch": 10, "bptt": 35, "activation": 0.0, "temporal_activation": 0.0}
     return Recipe(
         name=name,
         corpus="language",
         model=ModelConfig(
             head=str(head),
             embedding=12,
-            hidden=(96, 12),
+            hidden=(96,) if head.components > 1 else (96, 12),
             dropout_words=0.0,
             dropout_input=0.0,
             dropout_hidden=0.0,
             dropout_output=0.0,
             weight_drop=0.0,
         ),
-        training=TrainingConfig(learning_rate=10.0, epochs=8, **common),
+        training=TrainingConfig(learning_rate=10.0, epochs=10, **common),
         finetuning=_finetuning(learning_rate=10.0, epochs=10, **common),
     )
 

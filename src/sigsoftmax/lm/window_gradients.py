@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -180,10 +180,21 @@ class WindowGradients:
             for tensor in (self._row, self._count, self._losses_W, *(t for state in self._states for t in state)):
                 tensor.zero_()
 
+    @contextmanager
+    def _plain_lstm(self) -> Iterator[None]:
+        """Without oneDNN, which packs the weights anew for each call: for a few tokens that is most of the work."""
+        library: Any = torch.backends.mkldnn
+        before = library.enabled
+        try:
+            library.enabled = before and (self.device.type != "cpu" or self._batch > 1)
+            yield
+        finally:
+            library.enabled = before
+
     def _window(self, length: int) -> None:
         rows = self._row + self._steps[:length]
         tokens, targets = self._text_RB.index_select(0, rows), self._text_RB.index_select(0, rows + 1)
-        with torch.enable_grad(), arithmetic(self._precision, self.device):
+        with torch.enable_grad(), arithmetic(self._precision, self.device), self._plain_lstm():
             features = self._model.features(tokens, self._states, dtype=self._dtype)
             loss = self._model.loss(features, targets)
             gradients = torch.autograd.grad(loss, self._parameters)

@@ -21,7 +21,7 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 
 from sigsoftmax._version import __version__
 
-__all__ = ["Environment", "Payload", "Record", "append", "read"]
+__all__ = ["Environment", "Payload", "Record", "append", "from_plain", "read", "to_plain"]
 
 SCHEMA = 1
 """Version of the envelope: the fields around the payload."""
@@ -97,7 +97,7 @@ class Record:
         return cls(
             kind=payload.KIND,
             version=payload.VERSION,
-            payload=_plain(payload),
+            payload=to_plain(payload),
             environment=environment or Environment.here(),
         )
 
@@ -112,7 +112,7 @@ class Record:
                 f"the latest that sigsoftmax {__version__} reads; upgrade sigsoftmax"
             )
         try:
-            typed = _typed(payload_type, self.payload, "payload")
+            typed = from_plain(payload_type, self.payload, "payload")
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
         return typing.cast(P, typed)
@@ -122,7 +122,7 @@ class Record:
             "schema": SCHEMA,
             "kind": self.kind,
             "version": self.version,
-            "environment": _plain(self.environment),
+            "environment": to_plain(self.environment),
             "payload": self.payload,
         }
         return json.dumps(envelope, allow_nan=False, ensure_ascii=False)
@@ -144,10 +144,10 @@ class Record:
             )
         try:
             return cls(
-                kind=_typed(str, envelope.get("kind"), "kind"),
-                version=_typed(int, envelope.get("version"), "version"),
-                payload=_typed(dict[str, Any], envelope.get("payload"), "payload"),
-                environment=_typed(Environment, envelope.get("environment"), "environment"),
+                kind=from_plain(str, envelope.get("kind"), "kind"),
+                version=from_plain(int, envelope.get("version"), "version"),
+                payload=from_plain(dict[str, Any], envelope.get("payload"), "payload"),
+                environment=from_plain(Environment, envelope.get("environment"), "environment"),
                 source=source,
             )
         except ValueError as error:
@@ -193,14 +193,14 @@ def read(path: str | Path, *, malformed: Literal["raise", "skip"] = "raise") -> 
 # --- between dataclasses and JSON ---------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can hold. Numbers that JSON lacks become the texts 'nan', 'inf' and '-inf'."""
+def to_plain(value: Any) -> Any:
+    """A dataclass or a part of one as JSON can hold it; what JSON lacks becomes the texts 'nan', 'inf' and '-inf'."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if value is None or isinstance(value, str | bool | int):
@@ -208,8 +208,12 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a record cannot hold a {type(value).__name__}; convert it to numbers or text")
 
 
-def _typed(expected: Any, value: Any, name: str) -> Any:
-    """``value`` as read from JSON, turned into the annotated type ``expected``; an error names the field."""
+def from_plain(expected: Any, value: Any, name: str) -> Any:
+    """``value`` as read from JSON, turned into the annotated type ``expected``; an error says ``name`` and the field.
+
+    The types are those a payload may have: numbers, texts, choices (``Literal``), tuples of one type, mappings from
+    text, further dataclasses, and any of these or None.
+    """
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if expected is Any:
         return value
@@ -217,17 +221,21 @@ def _typed(expected: Any, value: Any, name: str) -> Any:
         if value is None and type(None) in arguments:
             return None
         (inner,) = (a for a in arguments if a is not type(None))
-        return _typed(inner, value, name)
+        return from_plain(inner, value, name)
     if dataclasses.is_dataclass(expected) and isinstance(expected, type):
         return _typed_dataclass(expected, value, name)
     if origin is tuple and isinstance(value, list):
-        return tuple(_typed(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+        return tuple(from_plain(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, dict):
-        return {key: _typed(arguments[1], item, f"{name}[{key!r}]") for key, item in value.items()}
+        return {key: from_plain(arguments[1], item, f"{name}[{key!r}]") for key, item in value.items()}
     if expected is float and (value in ("nan", "inf", "-inf") or _is_number(value)):
         return float(value)
     if expected in (int, str, bool) and type(value) is expected:
         return value
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise ValueError(f"{name} must be {_listed(arguments)}, got {_shortened(value)}")
     wanted = getattr(expected, "__name__", str(expected))
     raise ValueError(f"{name} must be {wanted}, got {_shortened(value)}")
 
@@ -247,7 +255,12 @@ def _typed_dataclass(expected: type, value: Any, name: str) -> Any:
     ]
     if missing:
         raise ValueError(f"{name} lacks the fields: {', '.join(missing)}")
-    return expected(**{key: _typed(hints[key], item, f"{name}.{key}") for key, item in value.items()})
+    return expected(**{key: from_plain(hints[key], item, f"{name}.{key}") for key, item in value.items()})
+
+
+def _listed(choices: Sequence[Any]) -> str:
+    *others, last = (repr(choice) for choice in choices)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _is_number(value: Any) -> bool:

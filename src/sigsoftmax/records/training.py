@@ -9,7 +9,14 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = ["ComparisonRecord", "DynamicEvaluationRecord", "EpochRecord", "EvaluationRecord", "RunIdentity"]
+__all__ = [
+    "ComparisonRecord",
+    "DynamicEvaluationRecord",
+    "EpochRecord",
+    "EvaluationRecord",
+    "RunIdentity",
+    "perplexity_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +71,7 @@ class EpochRecord:
 
     @property
     def valid_perplexity(self) -> float:
-        return math.exp(self.valid_loss)
+        return perplexity_of(self.valid_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +96,7 @@ class EvaluationRecord:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return perplexity_of(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +120,12 @@ class DynamicEvaluationRecord:
     chosen: bool
     """whether this is the point that won on validation, or the only one"""
     seconds: float
+    clip_in_place: bool = False
+    """whether the rates of one point stayed clipped in the next, as in the published script"""
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return perplexity_of(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,4 +155,12 @@ class ComparisonRecord:
 
     @property
     def test_perplexity(self) -> float:
-        return math.exp(self.test_loss)
+        return perplexity_of(self.test_loss)
+
+
+def perplexity_of(loss: float) -> float:
+    """e^loss, or inf where that is too large a number."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

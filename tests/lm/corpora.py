@@ -1,4 +1,4 @@
-"""Where the published corpora may lie on this machine; tests that need them are skipped where they do not."""
+"""Corpora for tests: the published ones where this machine has them (else the test is skipped), and small ones."""
 
 import os
 from pathlib import Path
@@ -16,3 +16,10 @@ def folder_of(name):
             if split_files(folder) is not None:
                 return folder
     return pytest.skip(f"the text of {name} is not here; SIGSOFTMAX_DATA may name its folder")
+
+
+def write_corpus(folder, train="a b\n", valid="b\n", test="a\n"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, text in {"train": train, "valid": valid, "test": test}.items():
+        (folder / f"{split}.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder

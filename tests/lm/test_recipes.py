@@ -1,0 +1,253 @@
+"""Recipes are named, complete and as published; any field can be changed, and what cannot be is explained."""
+
+import json
+
+import pytest
+
+from sigsoftmax import family
+from sigsoftmax.lm.config import TrainingConfig
+from sigsoftmax.lm.recipes import (
+    HEADS,
+    field_paths,
+    from_json,
+    from_toml,
+    head_by_name,
+    names,
+    recipe,
+    to_json,
+    with_overrides,
+)
+from sigsoftmax.lm.settings import SETTINGS
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_recipe_is_built_and_comes_back_from_json(name):
+    built = recipe(name)
+    assert built.name == name
+    assert built.overrides == ()
+    assert from_json(json.loads(json.dumps(to_json(built)))) == built
+
+
+def test_every_setting_has_every_head_of_the_paper():
+    assert {"ptb-softmax", "ptb-sigsoftmax", "wt2-moss", "tiny-gss-0.2", "language-mos"} <= set(names())
+    assert len(set(names())) == len(SETTINGS) * len(HEADS)
+
+
+# --- heads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("softmax", "softmax"),
+        ("relu", "relu"),
+        ("shifted-sigsoftmax", "shifted_sigsoftmax(b=learned)"),
+        ("shifted_sigsoftmax", "shifted_sigsoftmax(b=learned)"),
+        ("shifted-sigsoftmax-per-class", "shifted_sigsoftmax(b=per_class)"),
+        ("shifted-sigsoftmax-4", "shifted_sigsoftmax(b=4.0)"),
+        ("gss-0", "gss(k=0.0)"),
+        ("gss-0.2", "gss(k=0.2)"),
+        ("gss--1", "gss(k=-1.0)"),
+        ("gss-learned", "gss(k=learned:1.0)"),
+        ("gss(k=0.3, c=2)", "gss(k=0.3, c=2.0)"),
+        ("softmax-1.5", "softmax(alpha=1.5)"),
+        ("softcap", "softcap"),
+        ("softcap-50", "softcap(c=50.0)"),
+        ("mos", "mos(K=7)"),
+        ("moss-3", "moss(K=3)"),
+        ("mixture(gss(k=0), K=2)", "mixture(gss(k=0.0), K=2)"),
+    ],
+)
+def test_heads_by_name(name, head):
+    assert str(head_by_name(name, components=7)) == head
+    assert recipe(f"ptb-{name}").name == f"ptb-{name}"
+
+
+def test_every_member_of_the_family_makes_a_recipe_also_one_of_the_users_own():
+    family.register_function("cube", lambda z, a: z + a * z**3, parameters={"a": 1.0})
+    for member in family.names():
+        assert recipe(f"wt2-{member}").model.head.startswith(member)
+    assert recipe("tiny-cube-0.5").model.head == "cube(a=0.5)"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ptb-sigsoftmx", r"unknown recipe 'ptb-sigsoftmx' \(did you mean ptb-sigsoftmax or .*unknown output function"),
+        ("pbt-softmax", r"\(did you mean ptb-softmax .*names begin with ptb-, wt2-, tiny-, language-"),
+        ("nothing", r"unknown recipe 'nothing': names begin with"),
+        ("ptb", r"it must say a head too, as ptb-softmax"),
+        ("ptb-", r"it must say a head too"),
+        ("wt2-gss-big", r"cannot read the value 'big'"),
+        ("ptb-sigsoftmax-2", r"'sigsoftmax' has no parameter that '2' could be"),
+        ("ptb-relu-learned", r"parameter 'eps' .* cannot be learned"),
+        ("ptb-mos-0", r"at least one component, got 0"),
+    ],
+)
+def test_unknown_recipes_are_refused_with_the_nearest(name, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(name)
+
+
+# --- changes --------------------------------------------------------------------------------------------------------
+
+
+def test_changes_are_read_as_the_type_of_their_field():
+    changed = with_overrides(
+        recipe("ptb-softmax"),
+        [
+            "training.learning_rate=20",
+            "training.epochs = 22",
+            "training.group=4",
+            "training.optimizer=asgd",
+            "training.stop_when_stale=True",
+            "finetuning.longest_window=none",
+            "finetuning.window_seed=NONE",
+            "model.hidden=(100, 50,)",
+            "model.embedding=50",
+            "dynamic_evaluation.decays=1e-3,0",
+            "corpus=my folder",
+            "seed=7",
+        ],
+    )
+    assert changed.training == TrainingConfig(
+        learning_rate=20.0, epochs=22, group=4, optimizer="asgd", stop_when_stale=True
+    )
+    assert changed.finetuning.longest_window is changed.finetuning.window_seed is None
+    assert (changed.model.embedding, changed.model.hidden) == (50, (100, 50))
+    assert changed.dynamic_evaluation.decays == (1e-3, 0.0)
+    assert (changed.corpus, changed.seed, changed.name) == ("my folder", 7, "ptb-softmax")
+    assert changed.overrides[:5] == (
+        "training.learning_rate=20",
+        "training.epochs=22",
+        "training.group=4",
+        "training.optimizer=asgd",
+        "training.stop_when_stale=true",
+    )
+    assert with_overrides(recipe("ptb-softmax"), changed.overrides) == changed
+
+
+def test_changes_are_recorded_once_and_only_where_they_change_something():
+    base = recipe("ptb-softmax")
+    assert with_overrides(base, []) == base
+    assert with_overrides(base, ["training.learning_rate=3e1", "model.hidden=1150,1150,400"]) == base
+    once = with_overrides(base, ["training.clip=0.5"])
+    twice = with_overrides(once, ["training.clip=1", "seed=3"])
+    assert twice.overrides == ("training.clip=1", "seed=3")
+    assert with_overrides(base, ["training.clip=0.50"]) == once
+
+
+def test_a_head_is_a_change_like_any_other():
+    changed = with_overrides(recipe("ptb-mos"), ["model.head=mixture( gss(k=0) , K=2 )"])
+    assert changed.model.head == "mixture(gss(k=0.0), K=2)"
+    assert changed.overrides == ("model.head=mixture(gss(k=0.0), K=2)",)
+    assert with_overrides(recipe("ptb-mos"), changed.overrides) == changed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("training.epochs=many", r"training\.epochs must be int, got 'many'"),
+        ("training.epochs=2.5", r"training\.epochs must be int, got '2\.5'"),
+        ("training.learning_rate=fast", r"training\.learning_rate must be float, got 'fast'"),
+        ("training.learning_rate=nan", r"ptb-softmax cannot be changed so: learning_rate must be a positive number"),
+        ("training.stop_when_stale=1", r"stop_when_stale must be bool, got '1'"),
+        ("training.optimizer=adam", r"training\.optimizer must be 'nt-asgd' or 'asgd', got 'adam'"),
+        ("model.hidden=10,x", r"model\.hidden\[1\] must be int, got 'x'"),
+        ("model.hidden=", r"cannot be changed so: hidden must name .* at least one LSTM layer"),
+        ("model.embedding=300", r"cannot be changed so: the last LSTM layer feeds the tied matrix"),
+        ("model.head=sigsoftmx", r"unknown output function 'sigsoftmx' \(did you mean 'sigsoftmax'\?\)"),
+        ("training.group=3", r"cannot be changed so: group must divide the batch of 20"),
+        ("learning_rate=3", r"no field 'learning_rate'; did you mean training\.learning_rate or finetuning\."),
+        ("training.learning_rat=3", r"no field 'training\.learning_rat'; did you mean training\.learning_rate"),
+        ("optimiser=asgd", r"no field 'optimiser'; did you mean training\.optimizer or finetuning\.optimizer\?"),
+        ("zzz=1", r"no field 'zzz'; the fields are corpus, model\.head"),
+        ("name=x", r"no field 'name'"),
+        ("model=softmax", r"model is not one field but several: model\.head, model\.embedding"),
+        ("training.epochs", r"cannot read the change 'training\.epochs'; write it as training\.learning_rate=20"),
+    ],
+)
+def test_changes_that_cannot_be_made_are_explained(change, message):
+    with pytest.raises(ValueError, match=message):
+        with_overrides(recipe("ptb-softmax"), [change])
+
+
+def test_a_field_is_changed_once_at_a_time():
+    with pytest.raises(ValueError, match=r"seed is changed twice"):
+        with_overrides(recipe("ptb-softmax"), ["seed=1", "seed=2"])
+
+
+def test_every_field_can_be_written_as_it_is():
+    for name in ("ptb-softmax", "wt2-moss", "language-gss-learned"):
+        base = recipe(name)
+        for path in field_paths():
+            value = base
+            for part in path.split("."):
+                value = getattr(value, part)
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            assert with_overrides(base, [f"{path}={text}"]) == base, path
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def write(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_names_a_recipe_and_changes_it(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        recipe = "wt2-mos"
+        seed = 3
+        [model]
+        head = "moss(K=10)"
+        hidden = [100, 80]
+        [training]
+        learning_rate = 10
+        longest_window = "none"
+        [dynamic_evaluation]
+        decays = [1e-3, 0]
+        """,
+    )
+    changes = (
+        *("seed=3", "model.head=moss(K=10)", "model.hidden=100,80", "training.learning_rate=10"),
+        *("training.longest_window=none", "dynamic_evaluation.decays=0.001,0"),
+    )
+    assert from_toml(path) == with_overrides(recipe("wt2-mos"), changes)
+    assert from_toml(path).overrides == changes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed = 3", r'mine\.toml must name the recipe that it changes, as recipe = "ptb-softmax"'),
+        ("recipe = 3", r"mine\.toml must name the recipe"),
+        ('recipe = "ptb-softmx"', r"mine\.toml: unknown recipe 'ptb-softmx' \(did you mean ptb-softmax"),
+        ("recipe = ", r"mine\.toml is not TOML: "),
+        ('recipe = "ptb-softmax"\n[trainin]\nepochs = 3', r"mine\.toml: a recipe has no field 'trainin'"),
+        (
+            'recipe = "ptb-softmax"\n[training]\nepoch = 3',
+            r"mine\.toml: .*no field 'training\.epoch'; did you mean tra",
+        ),
+        ('recipe = "ptb-softmax"\n[training]\nepochs = "3"', r"mine\.toml: training\.epochs must be int, got '3'"),
+        ('recipe = "ptb-softmax"\ntraining = 3', r"mine\.toml: training is not one field but several"),
+        ('recipe = "ptb-softmax"\n[training.epochs]\nx = 3', r"mine\.toml: training\.epochs must be int, got \{"),
+    ],
+)
+def test_files_that_make_no_recipe_are_explained(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        from_toml(write(tmp_path, text))
+
+
+def test_missing_and_foreign_files(tmp_path):
+    with pytest.raises(ValueError, match=r"no recipe file at .*none\.toml"):
+        from_toml(tmp_path / "none.toml")
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"x\.toml is not UTF-8 text"):
+        from_toml(tmp_path / "x.toml")
+    with pytest.raises(ValueError, match=r"cannot be read: "):
+        from_toml(tmp_path)
