@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-import targets
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sigsoftmax.records import Environment
+from sigsoftmax.records import Environment, targets
 from sigsoftmax.records.speed import Measurement
 
 # The profiler reports each start and stop on stderr otherwise.

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import targets
 from bars import Bar, Kind, Panel, draw, drawn_from
 from measuring import RECORDS, Measurement, mib_text, milliseconds_text
 
 from sigsoftmax import records
-from sigsoftmax.records import Environment
+from sigsoftmax.records import Environment, targets
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 PART = re.compile(r"(?P<begin><!-- generated: (?P<suite>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.S)

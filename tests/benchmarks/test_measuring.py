@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import targets
 import torch
 from measuring import MIB, RECORDS, Case, Measurement, Step, cpu_peak_mib, table, take_turns
 
-from sigsoftmax.records import read
+from sigsoftmax.records import read, targets
 
 ROOT = Path(__file__).parents[2]
 

@@ -243,7 +243,7 @@ def from_plain(expected: Any, value: Any, name: str) -> Any:
 def _typed_dataclass(expected: type, value: Any, name: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be an object with the fields of {expected.__name__}, got {_shortened(value)}")
-    hints = typing.get_type_hints(expected)
+    hints = _hints(expected)
     fields = {f.name: f for f in dataclasses.fields(expected)}
     unknown = sorted(value.keys() - fields.keys())
     if unknown:
@@ -261,6 +261,12 @@ def _typed_dataclass(expected: type, value: Any, name: str) -> Any:
 def _listed(choices: Sequence[Any]) -> str:
     *others, last = (repr(choice) for choice in choices)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+@lru_cache
+def _hints(owner: type) -> dict[str, Any]:
+    """Evaluating annotations takes longer than all else that reading a record does."""
+    return typing.get_type_hints(owner)
 
 
 def _is_number(value: Any) -> bool:

@@ -16,10 +16,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from measuring import Measurement
+from sigsoftmax.records.speed import Measurement
+
+__all__ = ["Clause", "clauses", "verdict"]
+
 
 FLAT = 1.2
 """What `flat` allows: some dozen numbers a token are there, about 100 bytes, where a row of logits has thousands."""

@@ -1,0 +1,119 @@
+"""A training step of a small Llama with a large vocabulary, patched and plain, on a CPU.
+
+Every figure is forward + backward in float32. "Memory" is the peak of the step beyond the gradients of the parameters;
+the body of the model is small, so that it is nearly all of it the output layer's. A full run writes records to
+benchmarks/records/huggingface, from which
+
+    python benchmarks/write_docs.py --records benchmarks/records/huggingface --page docs/huggingface.md
+
+makes the tables of docs/huggingface.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from measuring import (
+    RECORDS,
+    Case,
+    Measurement,
+    Step,
+    cpu_milliseconds,
+    cpu_peak_mib,
+    environment,
+    table,
+    take_turns,
+)
+from torch import Tensor
+from torch.nn import functional as F
+
+from sigsoftmax import records
+from sigsoftmax.integrations.huggingface import apply_output_function
+
+FUNCTIONS = ("softmax", "sigsoftmax", "gss(k=0.2)", "shifted_sigsoftmax(b=8)")
+
+
+def llama(classes: int, features: int) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=classes,
+        hidden_size=features,
+        intermediate_size=2 * features,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def naive_sigsoftmax(model: Any) -> Any:
+    """What a user writes without this package: the plain formula as the model's loss function."""
+
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+        shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        phi = logits + F.logsigmoid(logits)
+        return F.cross_entropy(phi.view(-1, vocab_size), shifted.reshape(-1))
+
+    model.loss_function = loss
+    return model
+
+
+def step_case(batch: int, length: int, features: int, classes: int) -> Case:
+    ids = torch.randint(classes, (batch, length))
+    models = {"transformers softmax": llama(classes, features)}
+    models["transformers naive sigsoftmax"] = naive_sigsoftmax(llama(classes, features))
+    for function in FUNCTIONS:
+        models[f"ours {function}"] = apply_output_function(llama(classes, features), function)
+
+    def step(model: Any) -> Step:
+        leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return Step(lambda: model(input_ids=ids, labels=ids).loss, leaves)
+
+    return Case(
+        suite="huggingface",
+        name=f"training step of a small Llama, {batch} x {length} tokens, d={features} V={classes}",
+        baseline="transformers softmax",
+        implementations={name: step(model) for name, model in models.items()},
+        targets=dict.fromkeys(("ours softmax", "ours sigsoftmax"), "<= 1.0x, <= 1/4 of the memory"),
+    )
+
+
+def measured(case: Case, rounds: int) -> list[Measurement]:
+    peaks = {name: cpu_peak_mib(step) for name, step in case.implementations.items()}
+    return take_turns(case, rounds=rounds, milliseconds_of=cpu_milliseconds, peak_mib=peaks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch (default: 2)")
+    parser.add_argument("--smoke", action="store_true", help="a tiny case: shows that the command works")
+    parser.add_argument("--out", type=Path, help="records are written here, anew")
+    options = parser.parse_args()
+    if options.out is None and not options.smoke:
+        options.out = RECORDS / "huggingface" / "steps.jsonl"
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    warnings.filterwarnings("ignore", message=".*TF32.*")
+    sizes = [(2, 8, 16, 96)] if options.smoke else [(4, 128, 256, 128_256)]
+    measurements: list[Measurement] = []
+    for size in sizes:
+        results = measured(step_case(*size), 2 if options.smoke else options.rounds)
+        print(f"\n{results[0].case}\n{table(results)}", flush=True)
+        measurements += results
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.unlink(missing_ok=True)
+        where = environment()
+        records.append(options.out, [records.Record.of(m, where) for m in measurements])
+        print(f"\n{len(measurements)} records in {options.out}")
+
+
+if __name__ == "__main__":
+    main()

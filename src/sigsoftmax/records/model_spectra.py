@@ -1,0 +1,25 @@
+"""The spectrum of a trained model's log-output matrix: which run, on which text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.records.training import RunIdentity
+
+__all__ = ["ModelSpectrum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpectrum:
+    """What the paper's table 3 and its two figures show, for one model."""
+
+    KIND: ClassVar[str] = "model-spectrum"
+    VERSION: ClassVar[int] = 1
+
+    run: RunIdentity
+    """its phase tells whether the model was finetuned, as the paper's were"""
+    split: str
+    """``valid`` or ``test``"""
+    spectrum: Spectrum

@@ -1,0 +1,93 @@
+"""One self-contained HTML page from records alone.
+
+write_report(ReportConfig(paths=(Path("runs"),), out=Path("report.html")))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sigsoftmax.report.loading import load
+from sigsoftmax.report.material import Material
+from sigsoftmax.report.page import NO_PLOTLY, plotly_script, render
+from sigsoftmax.report.sections import reproduction, spectra
+from sigsoftmax.report.theme import Looks
+
+__all__ = ["ReportConfig", "WrittenReport", "paper_tables", "write_report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """What to report on, and where to."""
+
+    paths: tuple[Path, ...]
+    """files of records, or folders that are searched for ``*.jsonl``"""
+    out: Path = Path("report.html")
+    title: str = "What the output layer is worth"
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise ValueError("no records to report on; name files of records, or folders that hold them")
+        if self.out.is_dir():
+            raise ValueError(f"the output {self.out} is a folder; name a file, as {self.out / 'report.html'}")
+        if self.out.suffix == ".jsonl":
+            raise ValueError(
+                f"the output {self.out} has the name of a file of records; expected a page, as report.html"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenReport:
+    """What was written, for whoever asked to say so."""
+
+    path: Path
+    records: int
+    files: int
+    warnings: tuple[str, ...]
+    """lines that could not be read, and whatever else the page says is missing"""
+
+
+def write_report(config: ReportConfig) -> WrittenReport:
+    """Write the page; it appears whole or not at all."""
+    loaded = load(config.paths)
+    page = render(loaded, title=config.title)
+    _write_whole(config.out, page)
+    warnings = list(loaded.warnings)
+    if plotly_script() is None:
+        warnings.append(NO_PLOTLY)
+    return WrittenReport(
+        path=config.out, records=len(loaded.records), files=len(loaded.files), warnings=tuple(warnings)
+    )
+
+
+def paper_tables(paths: tuple[Path, ...]) -> str:
+    """The paper's tables beside ours, as text."""
+    material = Material.of(load(paths))
+    looks = Looks([*material.published_heads(), *material.heads()])
+    tables = [*reproduction.tables(material, looks), *spectra.tables(material, looks)]
+    if not tables:
+        raise ValueError(
+            "no records of training, evaluation or ranks among these; "
+            "`sigsoftmax train`, `sigsoftmax evaluate` and `sigsoftmax reproduce` write some"
+        )
+    return "\n\n".join(table.to_text() for table in tables)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A reader finds the old page or the new one, never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise ValueError(f"cannot write the report to {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

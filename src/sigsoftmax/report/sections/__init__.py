@@ -1,0 +1,1 @@
+"""The sections of the page, one module each: records in, words, tables and figures out."""

@@ -1,0 +1,396 @@
+"""The paper's tables of perplexity beside ours: who was measured, how often, and which gaps that resolves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sigsoftmax.records import Environment, paper
+from sigsoftmax.records.paper import PublishedTable, Split, Stage
+from sigsoftmax.records.training import DynamicEvaluationRecord, RunIdentity
+from sigsoftmax.report.material import Material, changes, run_label, setting_label
+from sigsoftmax.report.statistics import POWER, SIGNIFICANCE, Gap, Sample, perplexity
+from sigsoftmax.report.tables import DASH, MINUS, Cell, Column, Row, Table, number_text, range_text, signed_text
+from sigsoftmax.report.theme import Looks, head_label, same_head, swatch
+
+__all__ = ["Variant", "collect", "gap_tables", "grid_table", "perplexity_table"]
+
+Place = tuple[Stage, Split]
+
+# Evaluation batches of the published scripts; other batches are used where these are missing.
+BATCHES = {"valid": 10, "test": 1}
+PHASES: dict[str, Stage] = {"train": "trained", "finetune": "finetuned"}
+STAGE_TITLES: dict[Stage, str] = {
+    "trained": "without finetuning",
+    "finetuned": "finetuned",
+    "dynamic evaluation": "dynamic evaluation",
+}
+SPLIT_TITLES: dict[Split, str] = {"valid": "Validation", "test": "Test"}
+PAIRS = (("softmax", "sigsoftmax"), ("mos(K=15)", "moss(K=15)"))
+"""What the paper compares: the first is the paper's baseline."""
+
+
+@dataclass(kw_only=True)
+class Variant:
+    """All seeds of one thing: a recipe with its changes, a head, a precision, on a corpus."""
+
+    run: RunIdentity
+    """of one of its seeds"""
+    perplexities: dict[Place, dict[int, float]] = field(default_factory=dict)
+    """stage and split -> seed -> perplexity"""
+    unfinished: set[Place] = field(default_factory=set)
+    """where a validation perplexity is the least of the epochs so far, for want of an evaluation"""
+    not_finetuned: set[Place] = field(default_factory=set)
+    """where some model was evaluated dynamically without having been finetuned, as the paper's were"""
+    environments: list[Environment] = field(default_factory=list)
+
+    def sample(self, place: Place) -> Sample | None:
+        found = self.perplexities.get(place)
+        return Sample.of(list(found.values())) if found else None
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """What two heads must share to be compared."""
+        return (self.run.overrides, self.run.precision, self.run.corpus_checksum)
+
+
+def collect(material: Material) -> dict[str, list[Variant]]:
+    """Corpus -> variants."""
+    found: dict[tuple[object, ...], Variant] = {}
+
+    def variant(run: RunIdentity) -> Variant:
+        key = (run.corpus, run.recipe, run.overrides, same_head(run.head), run.precision, run.corpus_checksum)
+        return found.setdefault(key, Variant(run=run))
+
+    # In order of trust: later ones replace earlier ones.
+    for epoch in material.epochs:
+        run = epoch.payload.run
+        stage = PHASES.get(run.phase)
+        if stage is None:
+            continue
+        seeds = variant(run).perplexities.setdefault((stage, "valid"), {})
+        seeds[run.seed] = min(seeds.get(run.seed, math.inf), perplexity(epoch.payload.valid_loss))
+        variant(run).unfinished.add((stage, "valid"))
+        variant(run).environments.append(epoch.environment)
+    evaluated: dict[tuple[int, Place, int], int] = {}
+    for evaluation in material.evaluations:
+        payload = evaluation.payload
+        stage = PHASES.get(payload.run.phase)
+        if stage is None or payload.split not in BATCHES:
+            continue
+        split: Split = "valid" if payload.split == "valid" else "test"
+        one, place = variant(payload.run), (stage, split)
+        earlier = evaluated.get((id(one), place, payload.run.seed))
+        if earlier == BATCHES[split]:
+            continue
+        evaluated[id(one), place, payload.run.seed] = payload.batch
+        one.perplexities.setdefault(place, {})[payload.run.seed] = perplexity(payload.loss)
+        one.environments.append(evaluation.environment)
+    for one in found.values():
+        one.unfinished = {
+            place
+            for place in one.unfinished
+            if any((id(one), place, seed) not in evaluated for seed in one.perplexities[place])
+        }
+    for dynamic in material.dynamic_evaluations:
+        record = dynamic.payload
+        if not (record.chosen and record.complete) or record.split not in BATCHES:
+            continue
+        one = variant(record.run)
+        place = ("dynamic evaluation", "valid" if record.split == "valid" else "test")
+        finetuned = record.run.phase == "finetune"
+        if not finetuned and (id(one), place, record.run.seed) in evaluated:
+            continue
+        if finetuned:
+            evaluated[id(one), place, record.run.seed] = 1
+        one.perplexities.setdefault(place, {})[record.run.seed] = perplexity(record.loss)
+        one.environments.append(dynamic.environment)
+        if any((id(one), place, seed) not in evaluated for seed in one.perplexities[place]):
+            one.not_finetuned.add(place)
+        else:
+            one.not_finetuned.discard(place)
+    corpora: dict[str, list[Variant]] = {}
+    for one in found.values():
+        corpora.setdefault(one.run.corpus, []).append(one)
+    return corpora
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+def sample_text(sample: Sample | None) -> str:
+    """Mean and standard deviation."""
+    if sample is None:
+        return DASH
+    if not math.isfinite(sample.mean) or sample.mean >= 1e5:
+        return number_text(sample.mean)
+    decimals = 2 if sample.mean < 1e3 else 0
+    if sample.deviation is None or not math.isfinite(sample.deviation):
+        return f"{sample.mean:,.{decimals}f}"
+    return f"{sample.mean:,.{decimals}f} ± {sample.deviation:,.{decimals}f}"
+
+
+def published_text(value: paper.PublishedResult | None) -> str:
+    """With the digits it was published with."""
+    if value is None:
+        return DASH
+    form = ",.0f" if value.perplexity >= 500.0 else ""
+    spread = "" if value.deviation is None else f" ± {format(value.deviation, form or 'g')}"
+    return format(value.perplexity, form) + spread
+
+
+SHORT_SOURCES = {
+    paper.PAPER: "paper",
+    paper.AWD: "Merity et al.",
+    paper.MOS: "Yang et al.",
+    paper.KRAUSE: "Krause et al.",
+}
+
+
+def _source_text(source: str) -> str:
+    """A short name for a source; the note under the table says it in full."""
+    return SHORT_SOURCES.get(source, source)
+
+
+def ordered_heads(variants: Iterable[Variant]) -> list[str]:
+    own = [same_head(variant.run.head) for variant in variants]
+    return list(dict.fromkeys([*paper.HEADS, *own]))
+
+
+def perplexity_table(
+    table: PublishedTable | None,
+    corpus: str,
+    title: str,
+    variants: Sequence[Variant],
+    looks: Looks,
+    *,
+    has_heading: bool = False,
+) -> Table:
+    """A table of the paper with ours under it, head by head; without one, ours alone."""
+    stages = table.stages if table else paper.STAGES
+    places: list[Place] = [(stage, split) for stage in stages for split in paper.SPLITS]
+    if table is None:
+        places = [place for place in places if any(place in variant.perplexities for variant in variants)]
+    rows: list[Row] = []
+    sources: list[str] = []
+    counts_differ = unfinished = not_finetuned = False
+    for head in ordered_heads(variants):
+        group: list[Row] = []
+        published = paper.results(corpus=corpus, head=head, source=None) if table else []
+        for source in dict.fromkeys(result.source for result in published):
+            values = {(r.stage, r.split): r for r in published if r.source == source}
+            if not any(place in values for place in places):
+                continue
+            sources.append(source)
+            seeds = next(iter(values.values())).seeds
+            cells = [published_text(values.get(place)) for place in places]
+            group.append(Row((_source_text(source), str(seeds or DASH), *cells), class_="published"))
+        for variant in variants:
+            if same_head(variant.run.head) != head or not any(place in variant.perplexities for place in places):
+                continue
+            samples = {place: variant.sample(place) for place in places}
+            counts = {sample.count for sample in samples.values() if sample}
+            cells = []
+            for place, sample in samples.items():
+                text = sample_text(sample)
+                if sample and len(counts) > 1:
+                    text += f" (n = {sample.count})"
+                    counts_differ = True
+                if sample and place in variant.unfinished:
+                    text += " †"
+                    unfinished = True
+                if sample and place in variant.not_finetuned:
+                    text += " ‡"
+                    not_finetuned = True
+                cells.append(text)
+            source = ", ".join(filter(None, ("ours", setting_label(variant.run))))
+            group.append(Row((source, range_text(counts), *cells), class_="ours"))
+        if group:
+            rows += [Row((Cell(head_label(head), swatch(looks[head])),)), *group]
+    one_stage = len({stage for stage, _ in places}) == 1
+    columns = [Column("Source", "label"), Column("Seeds")]
+    columns += [Column(SPLIT_TITLES[split], group="" if one_stage else STAGE_TITLES[stage]) for stage, split in places]
+    notes = ["Mean ± standard deviation over seeds."]
+    if sources:
+        named = [
+            source if source.startswith(_source_text(source)) else f"{_source_text(source)}: {source}"
+            for source in dict.fromkeys(sources)
+        ]
+        notes.append(f"Sources: {'; '.join(named)}.")
+    if counts_differ:
+        notes.append("n: seeds of that cell, where the cells of a row differ.")
+    if unfinished:
+        notes.append("† The least validation perplexity of the epochs on record: no evaluation of some run is there.")
+    if not_finetuned:
+        notes.append("‡ Of models that were not finetuned; the paper's were.")
+    return Table(caption=title, columns=columns, rows=rows, notes=notes, has_heading=has_heading)
+
+
+# --- gaps ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A gap between two heads at a stage, the paper's and ours."""
+
+    corpus: str
+    first: str
+    second: str
+    stage: Stage
+    split: Split
+    published: Gap | None
+    own: Gap
+    setting: str
+
+    def interval(self) -> str:
+        half = self.own.half_interval
+        if half is None or not math.isfinite(self.own.size):
+            return DASH
+        return f"{signed_text(self.own.size - half)} to {signed_text(self.own.size + half)}"
+
+    def verdict(self) -> str:
+        """Whether our seeds show a difference, and if not, how many would."""
+        if not math.isfinite(self.own.size):
+            return "not finite: nothing follows"
+        if self.own.is_resolved is None:
+            needed = self.published.seeds_needed() if self.published else None
+            more = f"; the paper's gap takes about {needed} of each at its spread" if needed else ""
+            return f"one seed has no spread: nothing follows{more}"
+        if self.own.is_resolved:
+            better, worse = (self.second, self.first) if self.own.size > 0.0 else (self.first, self.second)
+            return f"{head_label(better)} is lower than {head_label(worse)}"
+        needed = self.own.seeds_needed()
+        more = f"; a gap of this size takes about {needed:,} seeds of each" if needed else ""
+        return f"too few seeds to tell{more}"
+
+
+def judged_gaps(corpus: str, variants: Sequence[Variant], stages: Sequence[Stage] = paper.STAGES) -> list[Judged]:
+    """The paper's comparisons wherever both heads were run under the same setting."""
+    found = []
+    for first, second in PAIRS:
+        for one in (v for v in variants if same_head(v.run.head) == first):
+            for other in (v for v in variants if same_head(v.run.head) == second and v.setting == one.setting):
+                for stage in stages:
+                    for split in paper.SPLITS:
+                        samples = one.sample((stage, split)), other.sample((stage, split))
+                        if samples[0] is None or samples[1] is None:
+                            continue
+                        found.append(
+                            Judged(
+                                corpus=corpus,
+                                first=first,
+                                second=second,
+                                stage=stage,
+                                split=split,
+                                published=_published_gap(corpus, first, second, stage, split),
+                                own=Gap(samples[0], samples[1]),
+                                setting=", ".join(changes(one.run)),
+                            )
+                        )
+    return found
+
+
+def _published_gap(corpus: str, first: str, second: str, stage: Stage, split: Split) -> Gap | None:
+    samples = []
+    for head in (first, second):
+        values = paper.results(corpus=corpus, head=head, stage=stage, split=split)
+        if not values or values[0].seeds is None:
+            return None
+        samples.append(Sample(values[0].perplexity, values[0].deviation, values[0].seeds))
+    return Gap(*samples)
+
+
+def gap_tables(corpus: str, gaps: Sequence[Judged]) -> list[Table]:
+    """One for every comparison."""
+    found = []
+    for first, second, setting in dict.fromkeys((gap.first, gap.second, gap.setting) for gap in gaps):
+        here = [gap for gap in gaps if (gap.first, gap.second, gap.setting) == (first, second, setting)]
+        rows = [
+            Row(
+                (
+                    f"{SPLIT_TITLES[gap.split]}, {STAGE_TITLES[gap.stage]}",
+                    gap_text(gap.published),
+                    gap_text(gap.own),
+                    gap.interval(),
+                    f"{gap.own.first.count} and {gap.own.second.count}",
+                    gap.verdict(),
+                )
+            )
+            for gap in here
+        ]
+        columns = [Column("Perplexity", "label"), Column("Paper"), Column("Ours"), Column("95 % interval")]
+        title = f"{head_label(first)} {MINUS} {head_label(second)} on {corpus}"
+        found.append(
+            Table(
+                caption=", ".join(filter(None, (title, setting))) + ": are the seeds enough?",
+                columns=[*columns, Column("Our seeds"), Column("What it shows", "words")],
+                rows=rows,
+                notes=[
+                    f"Gap ± standard error of the difference: above zero where {head_label(second)} is lower.",
+                    f"Interval: Welch's. Seeds that a gap takes: for a test at {SIGNIFICANCE:.0%}, {POWER:.0%} power.",
+                ],
+                has_heading=True,
+            )
+        )
+    return found
+
+
+def gap_text(gap: Gap | None) -> str:
+    if gap is None:
+        return DASH
+    error = gap.standard_error
+    return signed_text(gap.size) + (f" ± {error:.2f}" if error is not None and math.isfinite(error) else "")
+
+
+# --- dynamic evaluation's grid ------------------------------------------------------------------------------------
+
+
+def grid_table(title: str, records: Sequence[DynamicEvaluationRecord], looks: Looks) -> Table | None:
+    """Which points of the grid won, and whether they lie on its edge."""
+    runs: dict[RunIdentity, list[DynamicEvaluationRecord]] = {}
+    for record in records:
+        runs.setdefault(record.run, []).append(record)
+    rows = []
+    for run, points in runs.items():
+        chosen = next((p for p in points if p.chosen), None)
+        tried = [p for p in points if p.split == "valid"]
+        if chosen is None:
+            continue
+        rates, decays = {p.learning_rate for p in tried}, {p.decay for p in tried}
+        edges = [
+            name
+            for name, value, values in (("η", chosen.learning_rate, rates), ("λ", chosen.decay, decays))
+            if len(values) > 1 and value in (min(values), max(values))
+        ]
+        rows.append(
+            Row(
+                (
+                    Cell(head_label(run.head), swatch(looks[run.head])),
+                    run_label(run),
+                    str(run.seed),
+                    f"{chosen.learning_rate:.3g}",
+                    f"{chosen.decay:.3g}",
+                    f"{chosen.epsilon:.3g}",
+                    str(len(tried)) if tried else DASH,
+                    (" and ".join(edges) or "no") if len(tried) > 1 else DASH,
+                )
+            )
+        )
+    if not rows:
+        return None
+    columns = [Column("Output function", "label"), Column("Run", "words"), Column("Seed")]
+    columns += [
+        Column("Learning rate η"),
+        Column("Decay λ"),
+        Column("ε"),
+        Column("Points tried"),
+        Column("On the edge", "words"),
+    ]
+    return Table(
+        caption=title,
+        columns=columns,
+        rows=rows,
+        notes=["A value on the edge of the grid may not be the best there is."],
+        has_heading=True,
+    )

@@ -1,0 +1,160 @@
+"""Means over seeds, and whether seeds are enough to tell two of them apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+__all__ = ["Gap", "Sample", "perplexity", "seeds_to_resolve", "student_quantile"]
+
+SIGNIFICANCE = 0.05
+POWER = 0.8
+MOST_SEEDS = 10_000
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); inf where that is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A mean, its standard deviation and how many runs it is over."""
+
+    mean: float
+    deviation: float | None
+    """with n - 1; None for a single run"""
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Sample:
+        if not values:
+            raise ValueError("a sample needs at least one value, got none")
+        mean = sum(values) / len(values)
+        if len(values) == 1:
+            return cls(mean, None, 1)
+        if not math.isfinite(mean):
+            return cls(mean, math.nan, len(values))
+        return cls(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)), len(values))
+
+    @property
+    def standard_error(self) -> float | None:
+        return None if self.deviation is None else self.deviation / math.sqrt(self.count)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """By how much the second sample's mean lies below the first's."""
+
+    first: Sample
+    second: Sample
+
+    @property
+    def size(self) -> float:
+        return self.first.mean - self.second.mean
+
+    @property
+    def standard_error(self) -> float | None:
+        """Welch's; None where either has a single run."""
+        errors = (self.first.standard_error, self.second.standard_error)
+        if errors[0] is None or errors[1] is None:
+            return None
+        return math.hypot(errors[0], errors[1])
+
+    @property
+    def half_interval(self) -> float | None:
+        """Half of the 95 % interval of the difference, by Welch's t; None where there is no spread to judge by."""
+        error = self.standard_error
+        if error is None or not math.isfinite(error):
+            return None
+        if error == 0.0:
+            return 0.0
+        parts = [
+            (sample.deviation**2 / sample.count) ** 2 / (sample.count - 1)
+            for sample in (self.first, self.second)
+            if sample.deviation is not None
+        ]
+        return student_quantile(1.0 - SIGNIFICANCE / 2.0, error**4 / sum(parts)) * error
+
+    @property
+    def is_resolved(self) -> bool | None:
+        """Whether the 95 % interval leaves out zero; None where there is no interval."""
+        half = self.half_interval
+        if half is None or not math.isfinite(self.size):
+            return None
+        return abs(self.size) > half
+
+    def seeds_needed(self) -> int | None:
+        """Seeds of each that would find a gap of this size at this spread; None if not known or beyond all reason."""
+        if self.first.deviation is None or self.second.deviation is None:
+            return None
+        return seeds_to_resolve(self.size, self.first.deviation, self.second.deviation)
+
+
+def seeds_to_resolve(gap: float, first_deviation: float, second_deviation: float) -> int | None:
+    """Seeds of each of two heads, so that a two-sided test at 5 % finds a gap of that size in four cases of five.
+
+    None where more than ten thousand would be needed.
+    """
+    variance = first_deviation**2 + second_deviation**2
+    if not gap or not math.isfinite(gap) or not math.isfinite(variance):
+        return None
+    # Student's t asks for more than the normal distribution does, so that the search may begin there.
+    normal = sum(NormalDist().inv_cdf(p) for p in (1.0 - SIGNIFICANCE / 2.0, POWER))
+    fewest = max(2.0, normal**2 * variance / gap**2)
+    if fewest > MOST_SEEDS:
+        return None
+    for seeds in range(math.floor(fewest), MOST_SEEDS + 1):
+        degrees = 2 * seeds - 2
+        needed = student_quantile(1.0 - SIGNIFICANCE / 2.0, degrees) + student_quantile(POWER, degrees)
+        if needed**2 * variance <= seeds * gap**2:
+            return seeds
+    return None
+
+
+def student_quantile(probability: float, degrees: float) -> float:
+    """Of Student's t, by bisection of its distribution function; degrees of freedom need not be whole."""
+    if not (0.0 < probability < 1.0 and degrees > 0.0):
+        raise ValueError(f"expected a probability between 0 and 1 and degrees above 0, got {probability}, {degrees}")
+    if probability < 0.5:
+        return -student_quantile(1.0 - probability, degrees)
+    low, high = 0.0, NormalDist().inv_cdf(probability) + 1.0
+    while _student_below(high, degrees) < probability:
+        high *= 2.0
+    for _ in range(80):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if _student_below(middle, degrees) < probability else (low, middle)
+    return 0.5 * (low + high)
+
+
+def _student_below(t: float, degrees: float) -> float:
+    """The distribution function at t >= 0: 1 - I_x(degrees / 2, 1/2) / 2 with x = degrees / (degrees + t^2)."""
+    x = degrees / (degrees + t * t)
+    return 1.0 - 0.5 * _regularised_beta(x, 0.5 * degrees, 0.5)
+
+
+def _regularised_beta(x: float, a: float, b: float) -> float:
+    """I_x(a, b) by its continued fraction, evaluated by Lentz's method."""
+    if x <= 0.0 or x >= 1.0:
+        return float(x >= 1.0)
+    if x > (a + 1.0) / (a + b + 2.0):
+        return 1.0 - _regularised_beta(1.0 - x, b, a)
+    front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    c, d = 1.0, 1.0 / (1.0 - (a + b) * x / (a + 1.0))
+    fraction = d
+    for m in range(1, 1000):
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d = 1.0 / (1.0 + term * d)
+            c = 1.0 + term / c
+            fraction *= c * d
+        if abs(c * d - 1.0) < 1e-14:
+            break
+    return math.exp(front) * fraction / a

@@ -1,0 +1,37 @@
+"""A section made from payloads, and what stands in it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.report import synthetic_runs
+
+from sigsoftmax.records import Payload, Record, append
+from sigsoftmax.report.figures import Figure
+from sigsoftmax.report.loading import load
+from sigsoftmax.report.material import Material
+from sigsoftmax.report.section import Section
+from sigsoftmax.report.sections import benchmarks
+from sigsoftmax.report.tables import Table
+from sigsoftmax.report.theme import Looks
+
+
+def section_of(module, payloads: Sequence[Payload], tmp_path: Path) -> Section:
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+    append(path, [Record.of(payload, synthetic_runs.environment("a command")) for payload in payloads])
+    material = Material.of(load([path]))
+    looks = Looks([*material.published_heads(), *material.heads()])
+    made = module.section(material) if module is benchmarks else module.section(material, looks)
+    assert isinstance(made, Section)
+    return made
+
+
+def table_of(section: Section, beginning: str) -> Table:
+    return next(b for b in section.blocks if isinstance(b, Table) and b.caption.startswith(beginning))
+
+
+def rows_of(table: Table) -> list[list[str]]:
+    return [[cell if isinstance(cell, str) else cell.text for cell in row.cells] for row in table.rows]
+
+
+def drawn(figure: Figure, *keys: str) -> list[dict]:
+    return [dict(trace.data) for trace in figure.traces if set(keys) <= set(trace.keys)]

@@ -1,0 +1,35 @@
+"""Capacity curves: at equal width, at equal numbers per context, and what they say."""
+
+import dataclasses
+
+from tests.report import synthetic_runs
+from tests.report.sections.making import drawn, section_of
+
+from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.report.sections import capacity
+
+
+def test_capacity_at_equal_width_and_at_equal_numbers(tmp_path):
+    made = section_of(capacity, synthetic_runs.capacities(), tmp_path)
+    width, numbers, ranks = made.figures
+    mos = next(t for t in width.traces if t.keys == ("head:mos(K=4)",)).data
+    assert mos["x"] == [2, 4, 8, 16, 32, 64]
+    assert next(t for t in numbers.traces if t.keys == ("head:mos(K=4)",)).data["x"] == [11, 19, 35, 67, 131, 259]
+    assert "the rank came without nats" in made.findings[0]
+    (choice,) = ranks.choices
+    assert choice.selected == "width:8"
+    assert len(drawn(ranks, choice.selected)) == 7
+
+
+def test_rank_is_not_nats_only_if_the_data_show_it(tmp_path):
+    def capacities(kl_of_moss: float) -> list[CapacityResult]:
+        results = [
+            r for r in synthetic_runs.capacities() if r.width == 8 and r.head in ("mos(K=4)", "moss(K=4)", "softmax")
+        ]
+        return [
+            dataclasses.replace(r, rank=200, kl=kl_of_moss if r.head == "moss(K=4)" else 0.1) if "K" in r.head else r
+            for r in results
+        ]
+
+    assert any("Rank is not nats" in text for text in section_of(capacity, capacities(0.3), tmp_path).findings)
+    assert not any("Rank is not nats" in text for text in section_of(capacity, capacities(0.101), tmp_path).findings)

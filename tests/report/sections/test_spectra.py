@@ -1,0 +1,54 @@
+"""Spectra: ranks beside the paper's, thresholds and noise floors, cliffs."""
+
+import math
+
+import pytest
+from tests.report import synthetic_runs
+from tests.report.sections.making import drawn, rows_of, section_of, table_of
+
+from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.report.sections import spectra
+
+
+def test_ranks_beside_the_papers(tmp_path):
+    made = section_of(spectra, synthetic_runs.model_spectra(), tmp_path)
+    rows = rows_of(table_of(made, "Table 3."))
+    assert rows[:3] == [["softmax"], ["paper", "402", "402"], ["ours, finetuned, test", "402", "–"]]
+    assert ["ours, finetuned, test", "1,300", "–"] in rows
+
+
+def test_thresholds_and_the_noise_floor_are_drawn(tmp_path):
+    made = section_of(spectra, synthetic_runs.model_spectra(), tmp_path)
+    figure = made.figures[0]
+    (threshold,) = drawn(figure, "press32")
+    assert threshold["y"][0] == pytest.approx(0.5 * math.sqrt(18_001) * 2.0**-23, rel=1e-6)
+    assert len(drawn(figure, "rules")) == 3
+    floors = [trace for trace in drawn(figure, "noise") if trace["name"].startswith("Noise floor")]
+    assert floors[0]["y"] == pytest.approx([2.0 * (2e-9 + 1e-9)] * 2)
+    # What lies below the floor is a trace of its own.
+    assert [t["name"] for t in drawn(figure, "noise") if "below" in t["name"]] == ["softmax, below its noise floor"]
+
+
+def test_a_cliff_is_drawn_where_it_is():
+    values = synthetic_runs.spectrum("x", 402, cliff=True).singular_values
+    places = spectra.drawn_places(values)
+    assert {401, 402} <= set(places)
+    assert (places[0], places[-1]) == (0, len(values) - 1)
+    assert len(places) <= spectra.POINTS + 2
+
+
+def test_a_rank_below_the_noise_floor_is_not_counted(tmp_path):
+    made = section_of(spectra, synthetic_runs.model_spectra(), tmp_path)
+    table = made.figures[0].table
+    place = [column.title for column in table.columns].index("Rank, numpy's, float64")
+    assert {row[place] for row in rows_of(table)} == {"not counted: below the noise floor"}
+    assert made.findings[0].startswith("Penn Treebank: ranks are a matter of the threshold: softmax 402")
+
+
+def test_spectra_without_a_run_are_shown_by_their_words(tmp_path):
+    plain = [Spectrum(source=f"matrix {n}", words=50, contexts=80, singular_values=(2.0, 1.0, 1e-17)) for n in (1, 2)]
+    empty = Spectrum(source="empty", words=50, contexts=80, singular_values=())
+    made = section_of(spectra, [*plain, empty, *synthetic_runs.rank_bounds()], tmp_path)
+    assert [switch.label for switch in made.figures[0].legend] == ["matrix 1", "matrix 2", "empty"]
+    assert rows_of(made.figures[0].table)[2][2] == "–"
+    assert rows_of(table_of(made, "Bounds on a rank"))[0][4] == "exactly 2,049"

@@ -1,0 +1,83 @@
+"""Tables and numbers, on the page and on the terminal."""
+
+import math
+import re
+
+import pytest
+
+from sigsoftmax.report.markup import tag
+from sigsoftmax.report.tables import (
+    Cell,
+    Column,
+    Row,
+    Table,
+    number_text,
+    plain_text,
+    range_text,
+    seconds_text,
+    sentence,
+    signed_text,
+    size_text,
+)
+
+TABLE = Table(
+    caption="A <caption>",
+    columns=[Column("Name", "label"), Column("Valid", group="first"), Column("Test", group="first"), Column("n")],
+    rows=[Row((Cell("softmax", tag("svg")),)), Row(("paper", "51.2", "50.5", "10")), Row(("ours", "51", "50.1", "3"))],
+    notes=[tag("b", "bold & safe")],
+)
+
+
+def test_html():
+    written = TABLE.to_html()
+    assert "<caption>A &lt;caption&gt;</caption>" in written
+    assert '<th colspan="2" scope="colgroup" class="group">first</th>' in written
+    assert '<th colspan="4" scope="rowgroup"><svg></svg>softmax</th>' in written
+    assert '<th scope="row" class="label">paper</th>' in written
+    assert written.count('scope="col"') == 4
+    assert 'tabindex="0" role="region" aria-label="A &lt;caption&gt;"' in written
+    assert "<h3>" not in written
+
+
+def test_text():
+    lines = TABLE.to_text().splitlines()
+    assert lines[2].split() == ["Name", "Valid,", "first", "Test,", "first", "n"]
+    assert lines[4] == "softmax"
+    assert re.fullmatch(r"  paper +51\.2 +50\.5 +10", lines[5])
+    assert len(lines[5]) == len(lines[6])
+    assert lines[-1] == "bold & safe"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (math.nan, "NaN"),
+        (math.inf, "∞"),
+        (-math.inf, "−∞"),
+        (0.0, "0"),
+        (57.0, "57.00"),
+        (1234.5, "1,234" if round(1234.5) == 1234 else "1,235"),
+        (-0.0123, "−0.01230"),
+        (2.5e-7, "2.50 × 10⁻⁷"),
+        (3.1e12, "3.10 × 10¹²"),
+    ],
+)
+def test_numbers(value, text):
+    assert number_text(value) == text
+
+
+def test_other_texts():
+    assert [seconds_text(s) for s in (0.5, 17.0, 600.0, 9000.0, None, math.nan)] == [
+        "0.50 s",
+        "17.0 s",
+        "10.0 min",
+        "2.5 h",
+        "–",
+        "–",
+    ]
+    assert (range_text([3, None, 12, 5]), range_text([4, 4]), range_text([None])) == ("3 to 12", "4", "–")
+    assert (signed_text(-0.456), signed_text(0.02, ".1%"), signed_text(math.inf)) == ("−0.46", "+2.0%", "∞")
+    assert size_text(10_000, None) == "10,000 × –"
+    assert (sentence("abc"), sentence("")) == ("Abc", "")
+    assert plain_text(tag("p", "a < b")) == "a < b"
