@@ -6,6 +6,7 @@ K components, V classes, d features.
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ class Product(NamedTuple):
     def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None, *, components: bool) -> Product:
         check_floating("input", input)
         check_floating("linear_weight", weight)
+        for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
+            check_in_one_process(name, tensor)
         least = 2 if components else 1
         wanted = "(..., components, features)" if components else "(..., features)"
         if input.ndim < least:
@@ -106,6 +109,20 @@ def check_floating(name: str, tensor: Tensor) -> None:
     check_tensor(name, tensor)
     if not tensor.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {tensor.dtype}; convert it with .float()")
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is spread over processes; whoever has one has imported the module that makes them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def check_in_one_process(name: str, tensor: Tensor | None) -> None:
+    if is_dtensor(tensor):
+        raise ValueError(
+            f"{name} is a DTensor, which is spread over processes; use the function of the same name in "
+            "sigsoftmax.distributed, or pass the whole tensor: full_tensor()"
+        )
 
 
 def check_dim(tensor: Tensor, dim: int) -> None:

@@ -8,7 +8,7 @@ Shapes: N rows, V classes. Arguments of a form are tensors of shape () or (V,).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 Pair = tuple[Tensor, Tensor]
 ArgumentSlopes = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+OffsetGap = Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Form:
     float32 values of phi is off by 6e-4. The offset is constant in z and differentiable in the arguments.
 
     ``argument_slopes(z, anchor, *arguments)`` returns the derivatives of these two results by each argument.
+
+    ``offset_gap(anchor, arguments, other_anchor, other_arguments)`` is the difference of two rows' offsets, which
+    cancels as well if it is formed from the two. An argument per class is given by its mean. None means that nothing is
+    known of the offset but its value.
     """
 
     name: str
@@ -36,6 +41,7 @@ class Form:
     relative: Callable[..., Pair]
     argument_slopes: Callable[..., ArgumentSlopes]
     is_builtin: bool = True
+    offset_gap: OffsetGap | None = None
 
 
 # Logistic: phi(z) = alpha z + beta log sigmoid(z - c)
@@ -92,6 +98,16 @@ def _logistic_argument_slopes(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Te
     return (by_alpha, by_beta, -beta * torch.sigmoid(c - z)), (anchor, offset_by_beta, torch.zeros_like(anchor))
 
 
+def _logistic_offset_gap(
+    anchor: Tensor, arguments: Sequence[Tensor], other_anchor: Tensor, other_arguments: Sequence[Tensor]
+) -> Tensor:
+    """The offset is a line of slope alpha + beta left of c and of slope alpha right of it."""
+    (alpha, beta, c), other_c = arguments, other_arguments[2]
+    gap_left = torch.minimum(anchor, c) - torch.minimum(other_anchor, other_c)
+    gap_right = torch.maximum(anchor, c) - torch.maximum(other_anchor, other_c)
+    return (alpha + beta) * (gap_left - (c - other_c)) + alpha * gap_right
+
+
 # The form of relu: phi(z) is the logarithm of max(z, 0) + eps.
 
 
@@ -141,6 +157,27 @@ def _softcap_argument_slopes(z: Tensor, anchor: Tensor, c: Tensor) -> ArgumentSl
     return (_softcap_by_cap(z, c) - at_anchor,), (at_anchor,)
 
 
-LOGISTIC = Form("logistic", _logistic_phi, _logistic_slope, _logistic_relative, _logistic_argument_slopes)
-RELU = Form("relu", _relu_phi, _relu_slope, _relu_relative, _relu_argument_slopes)
-SOFTCAP = Form("softcap", _softcap_phi, _softcap_slope, _softcap_relative, _softcap_argument_slopes)
+def _gap_of_phi(relative: Callable[..., Pair]) -> OffsetGap:
+    """For forms whose offset is phi of the anchor."""
+    return lambda anchor, arguments, other_anchor, _: relative(anchor, other_anchor, *arguments)[0]
+
+
+LOGISTIC = Form(
+    "logistic",
+    _logistic_phi,
+    _logistic_slope,
+    _logistic_relative,
+    _logistic_argument_slopes,
+    offset_gap=_logistic_offset_gap,
+)
+RELU = Form(
+    "relu", _relu_phi, _relu_slope, _relu_relative, _relu_argument_slopes, offset_gap=_gap_of_phi(_relu_relative)
+)
+SOFTCAP = Form(
+    "softcap",
+    _softcap_phi,
+    _softcap_slope,
+    _softcap_relative,
+    _softcap_argument_slopes,
+    offset_gap=_gap_of_phi(_softcap_relative),
+)

@@ -16,6 +16,7 @@ from torch import Tensor
 from sigsoftmax import validation
 from sigsoftmax.backends import dispatch, reference, token_loss
 from sigsoftmax.backends.chunks import scaled, token_scales
+from sigsoftmax.backends.shards import Shard
 from sigsoftmax.border import Function, check_floating, check_nonnegative, check_tensor, linear, needs_gradient
 from sigsoftmax.family import OutputFunction
 
@@ -34,7 +35,11 @@ class Extras(NamedTuple):
 
 
 class Loss:
-    """One call of a loss: its options checked, then computed by a backend and reduced."""
+    """One call of a loss: its options checked, then computed by a backend and reduced.
+
+    With a ``shard``, ``num_classes`` counts those of this process, to which all that has a place for every class
+    belongs, except the class weights: they are whole.
+    """
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class Loss:
         device: torch.device,
         floor: float = 0.0,
         weight_gradient: WeightGradient = "auto",
+        shard: Shard | None = None,
     ) -> None:
         self.leading, self.num_classes = leading, num_classes
         self.dtype, self.product_dtype = dtype, product_dtype
@@ -67,6 +73,7 @@ class Loss:
         self.extras, self.backend, self.chunk_bytes = extras or (), backend, chunk_bytes
         self.class_weight, self.token_weights = class_weight, token_weights
         self.wants_extras = extras is not None
+        self.shard = shard
         if weight_gradient not in get_args(WeightGradient):
             choices = ", ".join(map(repr, get_args(WeightGradient)))
             raise ValueError(f"weight_gradient must be one of {choices}, got {weight_gradient!r}")
@@ -87,9 +94,10 @@ class Loss:
         self.target = self._flat_target(target, device)
         if class_weight is not None:
             check_floating("weight", class_weight)
-            if class_weight.shape != (num_classes,):
+            all_classes = num_classes if shard is None else shard.num_classes
+            if class_weight.shape != (all_classes,):
                 raise ValueError(
-                    f"weight must hold one number per class, shape ({num_classes},), got {tuple(class_weight.shape)}"
+                    f"weight must hold one number per class, shape ({all_classes},), got {tuple(class_weight.shape)}"
                 )
         if token_weights is not None:
             check_floating("token_weights", token_weights)
@@ -136,6 +144,12 @@ class Loss:
         backend = dispatch.choose(
             self.backend, self.member.form, self.product_dtype, everything, needs_autograd_of=rare
         )
+        if backend == "reference" and self.shard is not None:
+            raise ValueError(
+                "backend 'reference' cannot be used: it needs all classes in one process, and those of a "
+                f"vocabulary-parallel loss are spread over {len(self.shard.sizes)} ({dispatch.explain()}); gather the "
+                "weight and use the functions of sigsoftmax itself"
+            )
         is_none, is_mean = self.reduction == "none", self.reduction == "mean"
         scale_N = is_empty = None
         if self.token_weights is not None or backend == "reference":
@@ -177,6 +191,7 @@ class Loss:
                 "entropy" in self.extras,
                 has_gradients,
                 needs,
+                shard=self.shard,
             )
             if not has_gradients and needs_gradient(scale_N):
                 total = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sigsoftmax import functional
-from sigsoftmax.border import Function, log_prior
+from sigsoftmax.border import Function, is_dtensor, log_prior
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.loss import Extras
 from sigsoftmax.modules import (
@@ -92,8 +92,16 @@ class MixtureOutputLayer(FunctionModule):
     def loss(
         self, hidden: Tensor, target: Tensor, *, extras: Sequence[str] | None = None, **options: Any
     ) -> Tensor | tuple[Tensor, Extras]:
-        """:func:`mixture_cross_entropy` with this layer's parameters and any of its options."""
-        return functional.mixture_cross_entropy(
+        """:func:`mixture_cross_entropy` with this layer's parameters and any of its options.
+
+        If the weight is a DTensor, sharded by classes, the vocabulary-parallel one of ``sigsoftmax.distributed``.
+        """
+        compute: Any = functional.mixture_cross_entropy
+        if is_dtensor(self.weight):
+            from sigsoftmax import distributed
+
+            compute = distributed.mixture_cross_entropy
+        return compute(
             self.latent_vectors(hidden),
             self.prior(hidden),
             self.weight,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigsoftmax import functional
-from sigsoftmax.border import Function
+from sigsoftmax.border import Function, is_dtensor
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.loss import Extras, Reduction
 
@@ -150,8 +150,16 @@ class OutputLayer(FunctionModule):
     def loss(
         self, hidden: Tensor, target: Tensor, *, extras: Sequence[str] | None = None, **options: Any
     ) -> Tensor | tuple[Tensor, Extras]:
-        """:func:`linear_cross_entropy` with this layer's parameters and any of its options."""
-        return functional.linear_cross_entropy(
+        """:func:`linear_cross_entropy` with this layer's parameters and any of its options.
+
+        If the weight is a DTensor, sharded by classes, the vocabulary-parallel one of ``sigsoftmax.distributed``.
+        """
+        compute: Any = functional.linear_cross_entropy
+        if is_dtensor(self.weight):
+            from sigsoftmax import distributed
+
+            compute = distributed.linear_cross_entropy
+        return compute(
             hidden, self.weight, target, function=self.function, linear_bias=self.bias, extras=extras, **options
         )
 

@@ -56,3 +56,8 @@ def check_class_weight(weight_V: Tensor) -> None:
         return f"class weights must not be negative or NaN, but weight[{first}] is {float(weight_V[first]):g}"
 
     _require(~bad.any(), message)
+
+
+def check_same_targets(is_same: Tensor) -> None:
+    """That processes which share their tokens have the same targets."""
+    _require(is_same, lambda: "the ranks of the group have different targets; each must be given the same tokens")

@@ -19,6 +19,7 @@ from torch import Tensor
 from sigsoftmax.backends import reference
 from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowRoutines, RowStats
+from sigsoftmax.backends.mixture_block import MixtureBlock
 from sigsoftmax.backends.reference import MASK
 from sigsoftmax.backends.sources import LinearLogits, Source
 from sigsoftmax.forms import Form
@@ -73,7 +74,7 @@ class TokenLosses(NamedTuple):
     entropy_N: Tensor
 
 
-def _concatenate(kind: type[Vectors], pieces: Sequence[Vectors]) -> Vectors:
+def concatenate(kind: type[Vectors], pieces: Sequence[Vectors]) -> Vectors:
     """Named tuples of vectors joined field by field."""
     columns: list[Any] = [None if c[0] is None else torch.cat(c) for c in zip(*pieces, strict=True)]
     return kind(*columns)
@@ -92,6 +93,7 @@ class LossLoop:
 
     ``scale_N`` is the weight of each token in the total whose gradient is wanted; without it no gradient is computed.
     Blocks are many and small, so whatever can be computed for all tokens at once is computed before or after them.
+    ``num_classes`` is that of the whole loss, where the source has but a part of them (``sharded_loop``).
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class LossLoop:
         class_weight_V: Tensor | None = None,
         scale_N: Tensor | None = None,
         needs_arguments: bool = False,
+        num_classes: int | None = None,
     ) -> None:
         self.source = source
         self.options = options
@@ -116,7 +119,8 @@ class LossLoop:
         self.log_prior_NK = None if log_prior_NK is None else log_prior_NK.to(self.dtype)
         self.class_weight_V = None if class_weight_V is None else class_weight_V.to(self.dtype)
         self.probabilities_NV = target if target.is_floating_point() else None
-        self.share = options.label_smoothing / source.num_classes
+        num_classes = source.num_classes if num_classes is None else num_classes
+        self.share = options.label_smoothing / num_classes
         if self.probabilities_NV is None:
             self.kept_N = target != options.ignore_index
             self.index_N: Tensor | None = torch.where(self.kept_N, target, torch.zeros_like(target))
@@ -135,7 +139,7 @@ class LossLoop:
         self.is_dense_mixture = log_prior_NK is not None and (needs_every_class or options.argmax or options.entropy)
         self.smoothing_V: Tensor | None = None
         if options.label_smoothing and not self.is_dense_mixture and self.probabilities_NV is None:
-            ones_V = self.numbers.new_ones(source.num_classes)
+            ones_V = self.numbers.new_ones(num_classes)
             self.smoothing_V = ones_V if self.class_weight_V is None else self.class_weight_V
             self.smoothing_mass = self.smoothing_V.sum()
         if self.is_dense_mixture:
@@ -166,7 +170,7 @@ class LossLoop:
         if not measured:
             return
         all_stats, all_coefficients = zip(*measured, strict=True)
-        stats, coefficients = _concatenate(RowStats, all_stats), _concatenate(RowCoefficients, all_coefficients)
+        stats, coefficients = concatenate(RowStats, all_stats), concatenate(RowCoefficients, all_coefficients)
         index_R = self._row_index(slice(None))
         for first_class, logits_RV in source.class_blocks():
             routines.gradient_of_classes(logits_RV, stats, coefficients, index_R, self.smoothing_V, first_class)
@@ -336,7 +340,7 @@ class LossLoop:
         if self.options.z_loss:
             prior_nK = self.log_prior_NK[span].exp()
             by_normalizer_nK = 2.0 * self.options.z_loss * prior_nK * block.log_normalizer_nK * scale_n1
-        by_log_p_nV = self._class_weights_of_tokens(span).mul_(-scale_n1)
+        by_log_p_nV = self._class_weights_of_tokens(span, self.target_weight_N).mul_(-scale_n1)
         assert self.prior_gradient_NK is not None
         unused_n1 = self.unused_N[span].unsqueeze(-1)
         prior_gradient_nK = block.gradient(by_log_p_nV, by_normalizer_nK, unused_n1, out_RV)
@@ -345,52 +349,21 @@ class LossLoop:
     def _losses_of_log_p(self, span: slice, log_p_nV: Tensor) -> Tensor:
         if self.index_N is None or self.target_weight_N is None:
             return -(self._smoothed_probabilities(span) * log_p_nV).sum(-1)
-        at_target = log_p_nV.gather(-1, self.index_N[span].unsqueeze(-1)).squeeze(-1)
-        losses = -self.target_weight_N[span] * at_target
+        losses = -self._weighted_at_target(span, log_p_nV, self.index_N, self.target_weight_N)
         if self.share:
             weighted = log_p_nV if self.class_weight_V is None else log_p_nV * self.class_weight_V
             losses = losses - self.share * weighted.sum(-1)
         return losses
 
-    def _class_weights_of_tokens(self, span: slice) -> Tensor:
+    def _weighted_at_target(self, span: slice, log_p_nV: Tensor, index_N: Tensor, target_weight_N: Tensor) -> Tensor:
+        return target_weight_N[span] * log_p_nV.gather(-1, index_N[span].unsqueeze(-1)).squeeze(-1)
+
+    def _class_weights_of_tokens(self, span: slice, target_weight_N: Tensor | None) -> Tensor:
         """q with loss = -sum_j q_j log P_j, (n, V)."""
-        if self.index_N is None or self.target_weight_N is None:
+        if self.index_N is None or target_weight_N is None:
             return self._smoothed_probabilities(span).clone()
         index_n1 = self.index_N[span].unsqueeze(-1)
         weights = self.numbers.new_full((index_n1.shape[0], self.source.num_classes), self.share)
         if self.class_weight_V is not None:
             weights *= self.class_weight_V
-        return weights.scatter_add_(-1, index_n1, self.target_weight_N[span].unsqueeze(-1))
-
-
-class MixtureBlock:
-    """The mixed log-probability of every class for a block of tokens, and its gradient."""
-
-    def __init__(self, routines: FormRows, logits_RV: Tensor, log_prior_nK: Tensor, floor: float) -> None:
-        self.routines = routines
-        self.logits_RV = logits_RV
-        tokens, components = log_prior_nK.shape
-        rows = reference.rows(logits_RV, routines.form, routines.arguments)
-        self.log_normalizer_nK = rows.log_normalizer.view(tokens, components)
-        self.log_f_nKV = rows.log_probs.view(tokens, components, -1)
-        self.joint_nKV = log_prior_nK.unsqueeze(-1) + self.log_f_nKV
-        self.exact_log_p_nV = torch.logsumexp(self.joint_nKV, 1)
-        self.log_p_nV = reference.floored(self.exact_log_p_nV, floor)
-        self.floor = floor
-
-    def gradient(
-        self, by_log_p_nV: Tensor, by_normalizer_nK: Tensor | None, unused_n1: Tensor | None, out_RV: Tensor
-    ) -> Tensor:
-        """From dL/dlog P to dL/dlogits, written to ``out_RV``; returns dL/dlog prior, (n, K)."""
-        if self.floor:
-            by_log_p_nV = by_log_p_nV * torch.exp(self.exact_log_p_nV - self.log_p_nV)
-        responsibility = torch.exp(self.joint_nKV - self.exact_log_p_nV.unsqueeze(1))
-        responsibility.masked_fill_((self.exact_log_p_nV == MASK).unsqueeze(1), 0.0)
-        by_log_f_nKV = responsibility.mul_(by_log_p_nV.unsqueeze(1))
-        by_log_prior_nK = by_log_f_nKV.sum(-1)
-        minus_by_normalizer = by_log_prior_nK if by_normalizer_nK is None else by_log_prior_nK - by_normalizer_nK
-        by_phi = by_log_f_nKV - self.log_f_nKV.exp() * minus_by_normalizer.unsqueeze(-1)
-        if unused_n1 is not None:
-            by_phi.masked_fill_(unused_n1.unsqueeze(-1), 0.0)
-        self.routines.backpropagate(self.logits_RV, by_phi.reshape(self.logits_RV.shape), out_RV)
-        return by_log_prior_nK
+        return weights.scatter_add_(-1, index_n1, target_weight_N[span].unsqueeze(-1))

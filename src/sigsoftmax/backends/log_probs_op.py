@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sigsoftmax.backends import reference
 from sigsoftmax.backends.blocked.any_form import FormRows
-from sigsoftmax.backends.chunks import MixtureBlock
 from sigsoftmax.backends.gradients import empty_like_dtype, not_differentiable_again, split_arguments
+from sigsoftmax.backends.mixture_block import MixtureBlock
 from sigsoftmax.backends.sources import GivenLogits, LinearLogits, Source
 from sigsoftmax.family import form_by_name
 

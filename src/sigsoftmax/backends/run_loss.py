@@ -5,6 +5,7 @@ Shapes: N tokens, K components, V classes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from sigsoftmax import validation
 from sigsoftmax.backends import dispatch, reference
 from sigsoftmax.backends.chunks import LossLoop, LossOptions, TokenLosses, scaled, token_scales
+from sigsoftmax.backends.sharded_loop import ShardedLossLoop
+from sigsoftmax.backends.shards import Shard
 from sigsoftmax.backends.sources import Source
 from sigsoftmax.forms import Form
 
@@ -31,12 +34,16 @@ def run_loss(
     is_mean: bool,
     wants_gradient: bool,
     needs_arguments: bool,
+    shard: Shard | None = None,
 ) -> tuple[Tensor, TokenLosses, Tensor | None, list[Tensor]]:
-    """Total, tokens' losses, gradients of prior and arguments; those of the logits go to the source."""
+    """Total, tokens' losses, gradients of prior and arguments; those of the logits go to the source.
+
+    With a shard the source has a part of the classes, and so have arguments per class and probability targets.
+    """
     if class_weight_V is not None:
         validation.check_class_weight(class_weight_V)
     make_routines = dispatch.row_routines(backend)
-    if backend == "triton" and not validation.wants_messages(target.device):
+    if backend == "triton" and shard is None and not validation.wants_messages(target.device):
         from sigsoftmax.backends.triton import plain, rows
 
         if plain.is_plain(source, target, log_prior_NK, options):
@@ -52,13 +59,14 @@ def run_loss(
                 wants_gradient=wants_gradient,
             )
             return total, result, None, routines.argument_gradients()
-    validation.check_target(target, source.num_classes, options.ignore_index)
+    num_classes = source.num_classes if shard is None else shard.num_classes
+    validation.check_target(target, num_classes, options.ignore_index)
     dtype = reference.compute_dtype(source.logits_like.dtype)
     is_empty = None
     if scale_N is None:
         scale_N, is_empty = token_scales(target, None, class_weight_V, options.ignore_index, dtype, is_mean=is_mean)
     scale_N = scale_N.to(dtype)
-    loop = LossLoop(
+    loop = (LossLoop if shard is None else functools.partial(ShardedLossLoop, shard))(
         source,
         form,
         arguments,

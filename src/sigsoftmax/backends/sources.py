@@ -75,6 +75,8 @@ class LinearLogits(Source):
     * ``buffered``: sum in a float32 buffer of the weight's size;
     * ``exact``: measure all tokens first, then walk the classes: the gradient of each range of classes is one product
       over all tokens. It costs a fourth product and a float32 buffer for the gradient of ``hidden``.
+
+    ``budget_classes`` is the number of classes that slabs are cut for, if another than the weight's.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class LinearLogits(Source):
         needs_weight: bool,
         needs_bias: bool,
         weight_gradient: str = "buffered",
+        budget_classes: int | None = None,
     ) -> None:
         self.num_tokens, self.components, self.features = hidden_NKd.shape
         self.num_classes = weight_Vd.shape[0]
@@ -96,16 +99,19 @@ class LinearLogits(Source):
         self.weight_Vd = weight_Vd.to(product_dtype)
         self.bias_V = None if bias_V is None else bias_V.to(product_dtype)
         self.sum_dtype = reference.compute_dtype(product_dtype)
-        row_bytes = self.num_classes * self.weight_Vd.element_size()
+        row_bytes = (budget_classes or self.num_classes) * self.weight_Vd.element_size()
         tokens_in_budget = max(1, chunk_bytes // (row_bytes * self.components))
         # Chunks of equal size: a last one of a few rows would be a slow product.
         num_chunks = max(1, -(-self.num_tokens // tokens_in_budget))
         self.chunk_tokens = max(1, -(-self.num_tokens // num_chunks))
         rows = min(self.chunk_tokens, self.num_tokens) * self.components
-        self.slab = self.weight_Vd.new_empty(rows * self.num_classes)
-        self.logits_like = self.slab.view(rows, self.num_classes)
         is_low = weight_Vd.dtype != torch.promote_types(weight_Vd.dtype, self.sum_dtype)
         self.walks_classes = weight_gradient == "exact" and is_low and needs_weight and num_chunks > 1
+        slab_size = rows * self.num_classes
+        # A walk over the classes takes all tokens of one class at least.
+        least = self.num_tokens * self.components if self.walks_classes else 0
+        self.slab = self.weight_Vd.new_empty(max(slab_size, least))
+        self.logits_like = self.slab[:slab_size].view(rows, self.num_classes)
         self.sums_in_place = not is_low or weight_gradient == "fast" or num_chunks == 1
         self.parameters = (weight_Vd, bias_V)
         self.needs_hidden, self.needs_weight, self.needs_bias = needs_hidden, needs_weight, needs_bias

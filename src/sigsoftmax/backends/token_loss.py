@@ -24,6 +24,7 @@ from sigsoftmax.backends.gradients import (
     times,
 )
 from sigsoftmax.backends.run_loss import run_loss
+from sigsoftmax.backends.shards import Shard
 from sigsoftmax.backends.sources import GivenLogits, LinearLogits, Source
 from sigsoftmax.family import form_by_name
 
@@ -51,11 +52,13 @@ def _compute_token_loss(
     entropy: bool,
     has_gradients: bool,
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shard: Optional[Shard] = None,
+) -> tuple[Tensor, ...]:
     """Total and losses; log normaliser, argmax, entropy; gradients of hidden, weight, bias, prior, arguments.
 
     ``scale`` is what each token counts in the total; without it kept tokens count alike, ``is_mean`` making it a mean.
-    ``needs`` says which of the five gradients are wanted; without ``has_gradients`` none is computed.
+    ``needs`` says which of the five gradients are wanted; without ``has_gradients`` none is computed. ``shard``
+    (``shards.Shard``, no part of the op) tells of classes that other processes hold.
     """
     needs_hidden, needs_weight, needs_bias, needs_prior, needs_arguments = (has_gradients and need for need in needs)
     source: Source
@@ -76,6 +79,7 @@ def _compute_token_loss(
             needs_weight=needs_weight,
             needs_bias=needs_bias,
             weight_gradient=weight_gradient,
+            budget_classes=None if shard is None else shard.largest,
         )
     options = LossOptions(
         label_smoothing=label_smoothing,
@@ -98,6 +102,7 @@ def _compute_token_loss(
         is_mean=is_mean,
         wants_gradient=has_gradients,
         needs_arguments=needs_arguments,
+        shard=shard,
     )
     # Outputs of an op must not share memory, be they empty.
     by_weight, by_bias, by_prior, by_argument = (empty_like_dtype(result.losses_N) for _ in range(4))
@@ -115,11 +120,7 @@ def _compute_token_loss(
     return (total, *result, hidden_gradient, by_weight, by_bias, by_prior, by_argument)
 
 
-_token_loss_op = torch.library.custom_op("sigsoftmax::token_loss", _compute_token_loss, mutates_args=())
-
-
-@_token_loss_op.register_fake
-def _(
+def _fake_token_loss(
     hidden: Tensor,
     weight: Optional[Tensor],
     bias: Optional[Tensor],
@@ -142,7 +143,7 @@ def _(
     entropy: bool,
     has_gradients: bool,
     needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, components, _ = hidden.shape
     needs_hidden, needs_weight, needs_bias, needs_prior, needs_arguments = (has_gradients and need for need in needs)
     dtype = reference.compute_dtype(hidden.dtype if weight is None else product_dtype)
@@ -167,9 +168,19 @@ def _(
     )
 
 
+_token_loss_op = torch.library.custom_op(
+    "sigsoftmax::token_loss",
+    _compute_token_loss,
+    mutates_args=(),
+    schema=torch.library.infer_schema(_fake_token_loss, mutates_args=()),
+)
+_token_loss_op.register_fake(_fake_token_loss)
+
+
 def _token_loss_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, bias, log_prior, arguments, target, class_weight, scale, *options = inputs
     _, losses, _, _, _, *gradients = output
+    ctx.shard = None
     _save_for_backward(
         ctx, (hidden, weight, bias, log_prior, target, class_weight), scale, arguments, options, losses, gradients
     )
@@ -221,7 +232,8 @@ def _token_loss_gradients(
         hidden, weight, bias, log_prior, target, class_weight = saved[:6]
         is_mean, *options, _, needs = ctx.options
         assert by_losses is not None
-        compute: Any = _token_loss_op if is_traced(by_losses) else _compute_token_loss
+        shard = () if ctx.shard is None else (ctx.shard,)
+        compute: Any = _token_loss_op if is_traced(by_losses) and not shard else _compute_token_loss
         with torch.no_grad():
             results = compute(
                 hidden,
@@ -236,6 +248,7 @@ def _token_loss_gradients(
                 *options,
                 True,
                 needs,
+                *shard,
             )
         gradients = list(results[5:])
     *dense, by_argument = (gradient if needed else None for gradient, needed in zip(gradients, ctx.needs, strict=True))
@@ -253,6 +266,7 @@ class _EagerTokenLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         options: Sequence[Any],
+        shard: Optional[Shard],
         hidden: Tensor,
         weight: Optional[Tensor],
         bias: Optional[Tensor],
@@ -263,8 +277,9 @@ class _EagerTokenLoss(torch.autograd.Function):
         *arguments: Tensor,
     ) -> tuple[Tensor, ...]:
         total, losses, log_normalizer, argmax, entropy, *gradients = _compute_token_loss(
-            hidden, weight, bias, log_prior, arguments, target, class_weight, scale, *options
+            hidden, weight, bias, log_prior, arguments, target, class_weight, scale, *(*options, shard)
         )
+        ctx.shard = shard
         inputs = (hidden, weight, bias, log_prior, target, class_weight)
         _save_for_backward(ctx, inputs, scale, arguments, options, losses, gradients)
         ctx.mark_non_differentiable(log_normalizer, argmax, entropy)
@@ -275,7 +290,7 @@ class _EagerTokenLoss(torch.autograd.Function):
         by_total, by_losses, *_ = by_outputs
         dense = _token_loss_gradients(ctx, by_total, by_losses)
         by_hidden, by_weight, by_bias, by_prior, *by_arguments, by_scale = dense
-        return (None, by_hidden, by_weight, by_bias, by_prior, None, None, by_scale, *by_arguments)
+        return (None, None, by_hidden, by_weight, by_bias, by_prior, None, None, by_scale, *by_arguments)
 
 
 def token_loss(
@@ -288,9 +303,13 @@ def token_loss(
     class_weight: Optional[Tensor],
     scale: Optional[Tensor],
     *options: Any,
+    shard: Optional[Shard] = None,
 ) -> Sequence[Tensor]:
     """Total, losses, log normaliser, argmax and entropy, differentiable; the options are those of the op."""
     if torch.compiler.is_compiling():
+        assert shard is None, "exchanges between processes are not compiled"
         inputs = (hidden, weight, bias, log_prior, arguments, target, class_weight, scale)
         return _token_loss_op(*inputs, *options)[:5]
-    return _EagerTokenLoss.apply(options, hidden, weight, bias, log_prior, target, class_weight, scale, *arguments)
+    return _EagerTokenLoss.apply(
+        options, shard, hidden, weight, bias, log_prior, target, class_weight, scale, *arguments
+    )

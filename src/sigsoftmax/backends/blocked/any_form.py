@@ -62,7 +62,8 @@ class FormRows:
         out_RV: Tensor,
     ) -> None:
         assert self._rows is not None, "stats comes before gradient"
-        by_phi_RV = self._rows.log_probs.exp_().mul_(coefficients.normalizer.unsqueeze(-1))
+        by_phi_RV = (self._rows.relative - stats.normalizer.unsqueeze(-1)).exp_()
+        by_phi_RV.mul_(coefficients.normalizer.unsqueeze(-1))
         if dense is not None and coefficients.dense is not None:
             by_phi_RV.add_(coefficients.dense.unsqueeze(-1) * dense)
         if index_R is not None and coefficients.target is not None:

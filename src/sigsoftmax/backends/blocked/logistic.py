@@ -115,6 +115,9 @@ class SoftmaxRows(_FastRows):
             return None
         z = self._in_compute_dtype(logits_RV)
         anchor = z.amax(-1, keepdim=True)
+        if anchor.numel() and bool(anchor.amin() == reference.MASK):
+            # softmax would be NaN in a row without classes, which other processes may have.
+            return None
         p = self._p = self._buffer("p", z)
         if self.alpha == 1.0:
             torch.softmax(z, -1, out=p)
