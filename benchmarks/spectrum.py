@@ -95,6 +95,7 @@ class Clock:
         self.device = device
         self.seconds: dict[str, float] = {}
         self.began = self.last = time.perf_counter()
+        self._processor_began = time.process_time()
 
     def lap(self, part: str) -> None:
         if self.device.type == "cuda":
@@ -106,6 +107,10 @@ class Clock:
     @property
     def total(self) -> float:
         return self.last - self.began
+
+    @property
+    def processor_seconds(self) -> float:
+        return time.process_time() - self._processor_began
 
 
 def random_head(case: Case, function: str, device: torch.device) -> OutputHead:
@@ -187,6 +192,9 @@ def run(name: str, device_name: str, threads: int) -> list[tuple[Payload, str]]:
                 rounds=1,
             )
             memory = "" if measurement.peak_mib is None else f", peak {measurement.peak_mib / 1024:.2f} GiB"
+            if part == "total" and device.type == "cpu":
+                # Far less than threads times the total means that the machine was busy with other things.
+                memory += f", {clock.processor_seconds:.0f} s of processor time"
             aim = f"   (aimed for: {target})" if part == "total" and target else ""
             found.append((measurement, f"  {part}: {seconds:.2f} s{memory}{aim}"))
     return found

@@ -1,12 +1,14 @@
 """Capacity: containment, the rank of the truth as the width that suffices, and results that can be recorded."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from sigsoftmax.analysis.capacity import fit, softmax_width_of_equal_kl
-from sigsoftmax.analysis.capacity_curves import CapacityConfig, capacity_curves
+from sigsoftmax.analysis.capacity_curves import CapacityConfig, capacity_curves, contained_pairs, planned_fits
+from sigsoftmax.analysis.distributions import Distributions
 from sigsoftmax.analysis.fitting import Problem
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.starts import Solution, contains, disturbed, embedded, linear_end, random_start
@@ -88,6 +90,62 @@ def test_figures_of_a_result(results):
     assert {start.name for start in result.starts} >= {"mos(K=3), exactly", "from mos(K=3)", "random 0"}
 
 
+def test_containment_is_asserted_over_all_pairs(results):
+    pairs = {
+        ((larger.head, larger.width), (smaller.head, smaller.width))
+        for larger, smaller in contained_pairs(list(results.values()))
+    }
+    assert (("moss(K=3)", 4), ("mos(K=3)", 4)) in pairs
+    assert (("softmax", 4), ("softmax", 1)) in pairs
+    assert (("softmax", 4), ("sigsoftmax", 4)) not in pairs
+    worse = dataclasses.replace(results["moss(K=3)", 4], kl=results["mos(K=3)", 4].kl + 0.1)
+    with pytest.raises(RuntimeError, match=r"moss\(K=3\) of width 4 contains .* of width 4, but its KL is"):
+        contained_pairs([worse, results["mos(K=3)", 4]])
+
+
+def test_at_least_so_many_starts():
+    for head in ("softmax", "gss(k=0)", "relu"):
+        result, fitted = fit(
+            LANGUAGE.log_p_NM, Head.parse(head), 2, random_starts=0, least_starts=3, budget=Budget(iterations=3)
+        )
+        assert sum(start.iterations > 0 for start in result.starts) == 3
+        wider, _ = fit(
+            LANGUAGE.log_p_NM,
+            Head.parse(head),
+            3,
+            warm=[fitted],
+            random_starts=0,
+            least_starts=3,
+            budget=Budget(iterations=3),
+        )
+        assert sum(start.iterations > 0 for start in wider.starts) == 3
+        assert any(start.name == "from width 2" for start in wider.starts)
+
+
+def test_a_learned_parameter_starts_from_every_fixed_one():
+    config = CapacityConfig(
+        heads=("gss(k=0)", "gss(k=0.5)", "gss(k=learned)"), widths=(2,), budget=Budget(iterations=20)
+    )
+    found = {result.head: result for result in capacity_curves(LANGUAGE, config)}
+    names = {start.name for start in found["gss(k=learned)"].starts}
+    assert names >= {"gss(k=0.0), exactly", "from gss(k=0.0)", "gss(k=0.5), exactly", "from gss(k=0.5)"}
+    assert found["gss(k=learned)"].kl <= found["gss(k=0.0)"].kl
+
+
+def test_given_distributions_are_fitted_as_a_language_is():
+    config = CapacityConfig(heads=("sigsoftmax",), widths=(2,), budget=Budget(iterations=10))
+    of_language = capacity_curves(LANGUAGE, config)
+    of_matrix = capacity_curves(Distributions.given(LANGUAGE.log_p_NM), config)
+    assert [r.kl for r in of_matrix] == pytest.approx([r.kl for r in of_language])
+    assert {r.language for r in of_matrix} == {"given distributions"}
+
+
+def test_planned_fits_are_those_that_are_done():
+    config = CapacityConfig(heads=("moss(K=2)",), widths=(1, 2), softmax_widths=(3,), budget=Budget(iterations=1))
+    done = [(result.head, result.width) for result in capacity_curves(LANGUAGE, config)]
+    assert planned_fits(config) == done
+
+
 def test_results_are_records(results):
     for result in results.values():
         record = Record.from_json(Record.of(result).to_json())
@@ -143,6 +201,10 @@ def solution_of(text: str, width: int, seed: int = 0) -> Solution:
         ("shifted_sigsoftmax(b=per_class)", "sigsoftmax"),
         ("shifted_sigsoftmax(b=per_class:3)", "softmax"),
         ("gss(k=learned:0.5)", "gss(k=0.5)"),
+        ("gss(k=learned:0.5)", "gss(k=0)"),
+        ("gss(k=learned, c=per_class)", "gss(k=0.2, c=1)"),
+        ("shifted_sigsoftmax(b=per_class)", "shifted_sigsoftmax(b=3)"),
+        ("mixture(gss(k=learned), K=2)", "gss(k=0.2)"),
         ("relu", "relu"),
         ("mos(K=3)", "softmax"),
         ("mixture(sigmoid, K=2)", "mos(K=2)"),
@@ -162,7 +224,14 @@ def test_a_contained_solution_is_carried_over_exactly(larger, smaller):
 
 @pytest.mark.parametrize(
     ("larger", "smaller"),
-    [("softmax", "sigsoftmax"), ("relu", "softmax"), ("softcap", "softmax"), ("mos(K=4)", "mos(K=2)")],
+    [
+        ("softmax", "sigsoftmax"),
+        ("relu", "softmax"),
+        ("softcap", "softmax"),
+        ("mos(K=4)", "mos(K=2)"),
+        ("gss(k=learned, c=1)", "gss(k=0.2)"),
+        ("gss(k=0.2)", "gss(k=learned)"),
+    ],
 )
 def test_what_is_not_contained(larger, smaller):
     assert not contains(Head.parse(larger), Head.parse(smaller))
@@ -195,6 +264,8 @@ def test_softmax_width_of_equal_kl():
         ({"widths": (0,)}, r"widths must be at least one positive number"),
         ({"workers": 0}, r"workers must be at least 1, got 0"),
         ({"random_starts": -1}, r"must not be negative"),
+        ({"least_starts": -1}, r"must not be negative"),
+        ({"heads": ()}, r"expected at least one head"),
         ({"heads": ("sofmax",)}, r"unknown output function 'sofmax'"),
     ],
 )

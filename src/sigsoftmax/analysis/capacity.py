@@ -57,12 +57,16 @@ def fit(
     weights_N: Tensor | None = None,
     warm: Sequence[Fitted] = (),
     random_starts: int = 1,
+    least_starts: int = 0,
     budget: Budget | None = None,
     seed: int = 0,
     language: str = "given distributions",
     stop: Stop | None = None,
 ) -> tuple[CapacityResult, Fitted]:
-    """Fit one head at one width. ``warm`` are solutions of the same head at smaller widths, or of contained heads."""
+    """Fit one head at one width. ``warm`` are solutions of the same head at smaller widths, or of contained heads.
+
+    Random starts are ``random_starts``, and as many more as are needed for ``least_starts`` starts in all.
+    """
     began = time.perf_counter()
     budget = budget or Budget()
     problem = Problem(log_p_NM, head, width, weights_N)
@@ -82,7 +86,9 @@ def fit(
 
     if exact is not None and exact.kl <= budget.floor:
         fitted = exact
-    for name, point in _start_points(problem, log_p_NM, warm, random_starts, seed) if fitted is None else ():
+    for name, point in (
+        _start_points(problem, log_p_NM, warm, random_starts, least_starts, seed) if fitted is None else ()
+    ):
         found = minimise(evaluate, point, problem.preconditioner_at, budget)
         solution = Solution(problem, found.x, problem.kl(problem.log_output(found.x)))
         starts.append(StartResult(name=name, kl=solution.kl, iterations=max(found.iterations, 1)))
@@ -152,14 +158,17 @@ def _exact_points(problem: Problem, warm: Sequence[Fitted]) -> Iterator[tuple[st
 
 
 def _start_points(
-    problem: Problem, log_p_NM: Tensor, warm: Sequence[Fitted], random_starts: int, seed: int
+    problem: Problem, log_p_NM: Tensor, warm: Sequence[Fitted], random_starts: int, least_starts: int, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    for source in _worth_leaving(problem.head, [fitted.own for fitted in warm]):
+    sources = _worth_leaving(problem.head, [fitted.own for fitted in warm])
+    for source in sources:
         name = f"from {_warm_name(problem, source)}"
         yield name, disturbed(source, problem, _generator(seed, problem, name))
-    if problem.linear_slope is not None and problem.head.components == 1:
+    has_spectral = problem.linear_slope is not None and problem.head.components == 1
+    if has_spectral:
         yield "spectral", spectral_start(problem, log_p_NM)
-    for number in range(max(random_starts, 0 if warm or problem.head.is_softmax else 1)):
+    needed = max(least_starts, 0 if warm or problem.head.is_softmax else 1)
+    for number in range(max(random_starts, needed - len(sources) - has_spectral)):
         name = f"random {number}"
         yield name, random_start(problem, _generator(seed, problem, name))
 

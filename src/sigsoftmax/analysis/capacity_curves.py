@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from sigsoftmax.analysis.capacity import Fitted, Stop, fit
+from sigsoftmax.analysis.distributions import Distributions
 from sigsoftmax.analysis.fitting import Problem
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.starts import Solution, contains
@@ -25,7 +26,7 @@ from sigsoftmax.heads import Head
 from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.synthetic import Language, Weighting
 
-__all__ = ["CapacityConfig", "capacity_curves"]
+__all__ = ["CapacityConfig", "capacity_curves", "contained_pairs", "planned_fits"]
 
 SOFTMAX = Head.parse("softmax")
 
@@ -41,6 +42,8 @@ class CapacityConfig:
     """further widths for softmax alone: they make the softmax width of equal KL more exact"""
     random_starts: int = 1
     """besides the contained heads and the narrower solution"""
+    least_starts: int = 0
+    """further random starts fill up to so many, where contained heads and narrower solutions are fewer"""
     budget: Budget = field(default_factory=Budget)
     thorough_widths: tuple[int, ...] = ()
     """widths whose fits get ``thorough_random_starts`` and ``thorough_budget`` instead"""
@@ -56,8 +59,10 @@ class CapacityConfig:
             raise ValueError(f"widths must be at least one positive number, got {self.widths}")
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, got {self.workers}")
-        if min(self.random_starts, self.thorough_random_starts) < 0:
+        if min(self.random_starts, self.least_starts, self.thorough_random_starts) < 0:
             raise ValueError("the number of random starts must not be negative")
+        if not self.heads:
+            raise ValueError("expected at least one head, got none; softmax is fitted beside any other")
         for head in self.heads:
             Head.parse(head)
 
@@ -72,15 +77,20 @@ Progress = Callable[[CapacityResult, int, int], None]
 
 
 def capacity_curves(
-    language: Language,
+    truth: Language | Distributions,
     config: CapacityConfig,
     *,
     weights: Weighting = "uniform",
     progress: Progress | None = None,
 ) -> list[CapacityResult]:
-    """Fit every head at every width; sorted by head, contained ones first, and width."""
+    """Fit every head at every width; sorted by head, contained ones first, and width.
+
+    ``weights`` are those of a language's contexts; distributions bring their own.
+    """
+    if isinstance(truth, Language):
+        truth = Distributions.of_language(truth, weights)
     tasks = _tasks(config)
-    inputs = _Inputs(language.log_p_NM.numpy(), language.weights_N(weights).numpy(), language.description, config)
+    inputs = _Inputs(truth.log_p_NM.numpy(), truth.weights_N.numpy(), truth.description, config)
     points: dict[_Task, _Points] = {}
     results: dict[_Task, CapacityResult] = {}
     with _pool(inputs) as submit:
@@ -98,6 +108,27 @@ def capacity_curves(
                 if progress is not None:
                     progress(results[task], len(results), len(tasks))
     return [results[task] for task in tasks]
+
+
+def contained_pairs(results: Sequence[CapacityResult]) -> list[tuple[CapacityResult, CapacityResult]]:
+    """All pairs (larger, smaller) in which the first cannot be worse; an error names one that is.
+
+    A head contains others at its width, and itself at smaller widths. The fits carry contained solutions over exactly,
+    so a pair that is out of order is a mistake of the program, not of the optimiser.
+    """
+    pairs = []
+    for larger in results:
+        for smaller in results:
+            same_head = larger.head == smaller.head and larger.width > smaller.width
+            at_width = larger.head != smaller.head and larger.width == smaller.width
+            if same_head or (at_width and contains(Head.parse(larger.head), Head.parse(smaller.head))):
+                if larger.kl > smaller.kl + 1e-9:
+                    raise RuntimeError(
+                        f"{larger.head} of width {larger.width} contains {smaller.head} of width {smaller.width}, but "
+                        f"its KL is {larger.kl:.9g} against {smaller.kl:.9g}"
+                    )
+                pairs.append((larger, smaller))
+    return pairs
 
 
 # --- order of the fits ----------------------------------------------------------------------------------------------
@@ -119,6 +150,11 @@ def _tasks(config: CapacityConfig) -> dict[_Task, list[_Task]]:
             if narrower is not None:
                 tasks[str(head), width].append((str(head), narrower))
     return tasks
+
+
+def planned_fits(config: CapacityConfig) -> list[tuple[str, int]]:
+    """Head and width of every fit of a configuration, contained heads included."""
+    return list(_tasks(config))
 
 
 def _with_contained_heads(heads: Sequence[Head]) -> list[Head]:
@@ -185,6 +221,7 @@ def _fit(inputs: _Inputs, task: _Task, sources: _Sources, stop: Stop | None) -> 
         weights_N=weights_N,
         warm=warm,
         random_starts=random_starts,
+        least_starts=inputs.config.least_starts,
         budget=budget,
         seed=inputs.config.seed,
         language=inputs.language,

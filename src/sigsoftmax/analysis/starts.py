@@ -55,11 +55,23 @@ def linear_end(function: OutputFunction) -> LinearEnd | None:
     return None
 
 
-def _first_function(head: Head) -> OutputFunction:
-    """The member with its learned parameters at their first values (scalars: per-class ones start equal)."""
-    return head.with_learned(
-        {key: torch.tensor(value, dtype=torch.float64) for key, (value, _) in head.learned(1).items()}
-    )
+def _learned_values(head: Head, smaller: Head) -> dict[str, float]:
+    """Values of what ``head`` learns: those that make the member of ``smaller``, if any do, else the first ones."""
+    first = {key: value for key, (value, _) in head.learned(1).items()}
+    if smaller.function.name != head.function.name:
+        return first
+    made = dict(first)
+    for key, value in smaller.function.parameters.items():
+        if not isinstance(value, float) or (key not in first and head.function.parameters[key] != value):
+            return first
+        if key in first:
+            made[key] = value
+    return made
+
+
+def _function_at(head: Head, values: dict[str, float]) -> OutputFunction:
+    """The member with numbers for what it learns (scalars: per-class ones are equal)."""
+    return head.with_learned({key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()})
 
 
 def _same_phi(one: OutputFunction, other: OutputFunction) -> bool:
@@ -73,7 +85,7 @@ def contains(head: Head, smaller: Head) -> bool:
         return False
     if smaller.learned(1):
         return str(smaller.function) == str(head.function)
-    function = _first_function(head)
+    function = _function_at(head, _learned_values(head, smaller))
     return _same_phi(function, smaller.function) or (smaller.function.is_linear and linear_end(function) is not None)
 
 
@@ -147,11 +159,12 @@ def _carried_over(source: Solution, problem: Problem, *, bent: bool) -> Tensor:
     old, given = source.problem, source.problem.views(source.x)
     x = torch.zeros(problem.size, dtype=torch.float64)
     parts = problem.views(x)
+    values, old_values = _learned_values(problem.head, old.head), _learned_values(old.head, old.head)
     for key, value in parts.learned.items():
-        value.copy_(given.learned[key] if key in given.learned else torch.tensor(problem.learned[key][0]))
+        value.copy_(given.learned[key] if key in given.learned else torch.full_like(value, values[key]))
 
     output_Me = given.output_Me
-    function, old_function = _first_function(problem.head), _first_function(old.head)
+    function, old_function = _function_at(problem.head, values), _function_at(old.head, old_values)
     if not _same_phi(function, old_function):
         end = linear_end(function)
         assert end is not None and old.linear_slope is not None, f"{problem.head} does not contain {old.head}"

@@ -1,0 +1,409 @@
+"""Hugging Face causal language models as something to audit: their output layer, and contexts from a text.
+
+Hidden vectors are taken where they enter the output layer, by a hook, so that whatever a model does before it is done.
+The hook hands on one position alone, so that the logits of a text are never computed.
+
+Shapes: B windows, L tokens of a window, N contexts, V words, d width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, detached
+from sigsoftmax.experiments.audit_sources import Source
+from sigsoftmax.experiments.default_text import generated_text
+from sigsoftmax.experiments.detect_function import Adjustment, Detected, declared_by, detect
+from sigsoftmax.family import OutputFunction
+
+__all__ = ["HuggingFaceModel", "Windows", "open_head_only", "open_model"]
+
+Progress = Callable[[str], None]
+PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Pieces of a text as token ids."""
+
+    ids_BL: Tensor
+    description: str
+
+    @property
+    def contexts(self) -> int:
+        return self.ids_BL.shape[0] * (self.ids_BL.shape[1] - 1)
+
+
+@dataclass
+class HuggingFaceModel:
+    """A loaded model, what is known of its output layer, and the windows that it was shown last."""
+
+    name: str
+    model: Any
+    tokenizer: Any | None
+    layer: OutputLayer
+    """its bias, and the hidden vectors below, are multiplied by the scale of the logits"""
+    scale: float
+    how_known: str
+    notes: list[str] = field(default_factory=list)
+    shown: Windows | None = None
+
+    def windows(self, text: str | None, count: int, *, window: int, seed: int) -> Windows:
+        """At most so many contexts of a text, from windows spread evenly over it."""
+        limits = [
+            getattr(_text_config(self.model.config), key, None) for key in ("max_position_embeddings", "n_positions")
+        ]
+        length = min([window, *(limit for limit in limits if isinstance(limit, int) and limit > 1)])
+        needed = math.ceil(count / (length - 1))
+        if self.tokenizer is None:
+            generator = torch.Generator().manual_seed(seed)
+            random_BL = torch.randint(self.layer.words, (needed, length), generator=generator)
+            return Windows(random_BL, "random tokens")
+        source = "the given text" if text is not None else "a generated English text"
+        start = self.tokenizer.bos_token_id
+        own = length - 1 if start is not None else length
+        ids = _token_ids(self.tokenizer, generated_text(2 * count + 200, seed) if text is None else text)
+        if len(ids) < 2:
+            raise ValueError(f"the text has {len(ids)} tokens; an audit needs at least 2, and better some thousands")
+        if len(ids) < own:
+            own = len(ids)
+        whole = len(ids) // own
+        firsts = torch.linspace(0, whole - 1, min(needed, whole)).round().long().unique() * own
+        windows_BL = torch.tensor([ids[first : first + own] for first in firsts.tolist()])
+        if start is not None:
+            windows_BL = torch.cat([torch.full((len(windows_BL), 1), start), windows_BL], 1)
+        return Windows(windows_BL, f"{source}, {windows_BL.shape[0]:,} windows of {windows_BL.shape[1]} tokens")
+
+    def contexts(self, windows: Windows, count: int, progress: Progress, *, batch_tokens: int = 1024) -> Contexts:
+        """The hidden vectors of the windows' positions, each with the token that follows."""
+        known = min(self.layer.words, self.model.get_input_embeddings().weight.shape[0])
+        if int(windows.ids_BL.max()) >= known:
+            raise ValueError(
+                f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.name} has {known} words; the "
+                "tokenizer belongs to another model"
+            )
+        per_batch = max(1, batch_tokens // windows.ids_BL.shape[1])
+        hidden: list[Tensor] = []
+        batches = windows.ids_BL.split(per_batch)
+        for number, ids_BL in enumerate(batches, start=1):
+            progress(f"running the model: batch {number} of {len(batches)}")
+            hidden.append(self.hidden(ids_BL)[:, :-1].flatten(0, 1))
+        hidden_Nd = torch.cat(hidden)[:count]
+        following_N = windows.ids_BL[:, 1:].flatten()[:count]
+        self.shown = windows
+        return Contexts.of_rows(hidden_Nd, next_words_N=following_N, description=windows.description)
+
+    def hidden(self, ids_BL: Tensor) -> Tensor:
+        """What enters the output layer, times the scale of the logits, (B, L, d)."""
+        return _run(self.model, ids_BL, keep_logits=False)[0].float().cpu() * self.scale
+
+    def source(self, text: str | None, *, window: int, seed: int) -> Source:
+        def contexts(count: int, progress: Progress) -> Contexts:
+            return self.contexts(self.windows(text, count, window=window, seed=seed), count, progress)
+
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return Source(
+            name=self.name,
+            words=self.layer.words,
+            dtype=str(self.layer.weight_Vd.dtype).removeprefix("torch."),
+            layer=self.layer,
+            how_known=self.how_known,
+            scale=self.scale,
+            contexts=contexts,
+            operations_per_context=2.0 * (parameters - self.layer.weight_Vd.numel()),
+            notes=tuple(self.notes),
+        )
+
+
+def open_model(
+    name: str, *, memory: int, function: str | None = None, device: str = "cpu", progress: Progress = lambda _: None
+) -> HuggingFaceModel:
+    """Load a causal language model from a folder or the hub, and find out its output function."""
+    transformers = _transformers(name)
+    with _quiet(transformers):
+        progress(f"reading the configuration of {name}")
+        settings = _config(transformers, name)
+        # The skeleton has no memory: it tells the size before anything is loaded.
+        skeleton = _skeleton(transformers, name, settings)
+        numbers = sum(parameter.numel() for parameter in skeleton.parameters())
+        dtype = _loading_dtype(name, settings, numbers, memory)
+        progress(f"loading {name}: {numbers / 1e6:,.0f} million parameters in {str(dtype).removeprefix('torch.')}")
+        try:
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, output_loading_info=True
+            )
+            tokenizer = _tokenizer(transformers, name)
+        except _reading_errors() as error:
+            raise ValueError(f"the weights of {name} cannot be read, a file may be truncated: {error}") from None
+    model = model.eval().to(device)
+    output = _output_module(name, model)
+    missing = [key for key, value in model.named_parameters(remove_duplicate=False) if value is output.weight]
+    if missing and all(key in report["missing_keys"] for key in missing):
+        raise ValueError(
+            f"{name} has no output layer: its files lack {missing[0]}. It was stored without its language-model head"
+        )
+    notes = []
+    weight_Vd = output.weight.detach()
+    bias_V = output.bias.detach() if getattr(output, "bias", None) is not None else None
+    found, words = _found_function(name, model, weight_Vd, bias_V, function)
+    if words < weight_Vd.shape[0]:
+        notes.append(
+            f"The model leaves out the last {weight_Vd.shape[0] - words} rows of its output matrix; so does this."
+        )
+        weight_Vd, bias_V = weight_Vd[:words], None if bias_V is None else bias_V[:words]
+    if dtype != torch.float32:
+        notes.append(
+            f"The model ran in {str(dtype).removeprefix('torch.')}; what is computed from H and W is in float64."
+        )
+    if tokenizer is None:
+        notes.append(
+            "No tokenizer lies with the model, so the contexts are random tokens, and no text looks like that."
+        )
+    scaled_bias_V = None if bias_V is None else bias_V.to(torch.float64) * found.scale
+    layer = OutputLayer(weight_Vd=weight_Vd, bias_V=scaled_bias_V, function=found.function)
+    return HuggingFaceModel(name, model, tokenizer, layer, found.scale, found.explanation, notes)
+
+
+def open_head_only(name: str, *, function: str | None = None) -> Source:
+    """The output layer of a model stored as safetensors, and nothing else of it."""
+    transformers = _transformers(name)
+    with _quiet(transformers):
+        settings = _config(transformers, name)
+        skeleton = _skeleton(transformers, name, settings)
+        output = _output_module(name, skeleton)
+        names = {key for key, value in skeleton.named_parameters(remove_duplicate=False) if value is output.weight}
+        biases = {key for key, value in skeleton.named_parameters() if value is getattr(output, "bias", None)}
+        if getattr(_text_config(settings), "tie_word_embeddings", False):
+            embedding = skeleton.get_input_embeddings().weight
+            names |= {key for key, value in skeleton.named_parameters(remove_duplicate=False) if value is embedding}
+        weight_Vd = _stored_tensor(name, names)
+        bias_V = _stored_tensor(name, biases) if biases else None
+    if function is not None:
+        member, how_known = OutputFunction.parse(function), "stated; not checked against the model's output"
+    else:
+        member, how_known = declared_by(_text_config(settings).to_dict())
+    layer = OutputLayer(weight_Vd=weight_Vd, bias_V=bias_V, function=member)
+
+    return Source(
+        name=name,
+        words=layer.words,
+        dtype=str(weight_Vd.dtype).removeprefix("torch."),
+        layer=layer,
+        how_known=how_known,
+        notes=("Only the output layer was read: what depends on real contexts was not measured.",),
+    )
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+def _run(model: Any, ids_BL: Tensor, *, keep_logits: bool) -> tuple[Tensor, Tensor]:
+    """Hidden vectors (B, L, d) and the model's logits, of all positions or of the first alone."""
+    captured: list[Tensor] = []
+
+    def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        captured.append(arguments[0].detach())
+        return None if keep_logits else (arguments[0][..., :1, :], *arguments[1:])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(hook)
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=ids_BL.to(model.device), use_cache=False).logits
+    finally:
+        handle.remove()
+    if len(captured) != 1 or captured[0].shape[:-1] != ids_BL.shape:
+        raise ValueError(
+            "the hidden vectors could not be taken from this model, since it does not call its output layer once for "
+            "all positions; store H, W and b in an .npz file and audit that"
+        )
+    return captured[0], logits
+
+
+def _found_function(
+    name: str, model: Any, weight_Vd: Tensor, bias_V: Tensor | None, stated: str | None
+) -> tuple[Detected, int]:
+    """The output function, and how many words the model's logits have."""
+    generator = torch.Generator().manual_seed(0)
+    ids_BL = torch.randint(
+        min(weight_Vd.shape[0], model.get_input_embeddings().weight.shape[0]), (2, PROBE_TOKENS), generator=generator
+    )
+    hidden_BLd, logits_BLV = _run(model, ids_BL, keep_logits=True)
+    words = logits_BLV.shape[-1]
+    if words > weight_Vd.shape[0] or hidden_BLd.shape[-1] != weight_Vd.shape[1]:
+        raise ValueError(
+            f"{name}: the output layer has a matrix of {tuple(weight_Vd.shape)}, but takes {hidden_BLd.shape[-1]} "
+            f"numbers and the model returns {words} logits; store H, W and b in an .npz file and audit that"
+        )
+    layer = OutputLayer(weight_Vd=weight_Vd[:words], bias_V=None if bias_V is None else bias_V[:words])
+    raw_RV = layer.logits(hidden_BLd.flatten(0, 1))
+    settings = _text_config(model.config).to_dict()
+    own = getattr(model, "output_function", None)
+    reason = "stated"
+    member = None if stated is None else OutputFunction.parse(stated)
+    if own is None:
+        probed = _probed(model)
+    else:
+        probed = Adjustment(model.examined.adjustment.scale, model.examined.adjustment.cap)
+        if member is None:
+            member, reason = detached(own.of_raw_logits(model.examined.adjustment)), "stored with the model"
+    found = detect(raw_RV, logits_BLV.flatten(0, 1), settings, probed=probed, stated=member, reason=reason)
+    return found, words
+
+
+def _probed(model: Any) -> Adjustment:
+    """The scale and cap that the model's forward pass applies to its logits, as far as a probe shows them."""
+    from sigsoftmax.integrations.huggingface.examination import examine
+
+    try:
+        found = examine(model).adjustment
+    except ValueError:
+        # A model that cannot be trained here, because it computes its loss itself, can be audited all the same.
+        return Adjustment()
+    return Adjustment(found.scale, found.cap)
+
+
+def _token_ids(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = []
+    # A line at a time: tokenizers warn about texts that are longer than the model.
+    for line in text.splitlines(keepends=True):
+        ids += tokenizer(line, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def _transformers(name: str) -> Any:
+    try:
+        import transformers
+
+        # Makes transformers load models that were stored with an output function.
+        importlib.import_module("sigsoftmax.integrations.huggingface")
+    except ImportError:
+        raise ValueError(
+            f"auditing the Hugging Face model {name} needs transformers: pip install 'sigsoftmax[hf]'"
+        ) from None
+    return transformers
+
+
+def _config(transformers: Any, name: str) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        kind = "folder" if Path(name).is_dir() else "name"
+        raise ValueError(f"no model can be read from the {kind} {name!r}: {_first_line(error)}") from None
+
+
+def _text_config(config: Any) -> Any:
+    """The part of a configuration that concerns text; a model for text alone has no other."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _skeleton(transformers: Any, name: str, settings: Any) -> Any:
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(settings)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"{name} is not a causal language model, so it has no output layer over words: {_first_line(error)}"
+        ) from None
+
+
+def _output_module(name: str, model: Any) -> Any:
+    output = model.get_output_embeddings()
+    weight = getattr(output, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        found = "none" if output is None else type(output).__name__
+        raise ValueError(
+            f"{name} has no output layer that can be read: expected a module with a floating-point matrix `weight`, "
+            f"got {found}. Store H, W and b in an .npz file and audit that"
+        )
+    return output
+
+
+def _loading_dtype(name: str, settings: Any, numbers: int, memory: int) -> torch.dtype:
+    """float32 if that takes less than half of the memory, else what the files hold."""
+    if 4 * numbers <= memory // 2:
+        return torch.float32
+    stored = getattr(settings, "dtype", None)
+    stored = stored if isinstance(stored, torch.dtype) else torch.float32
+    if stored.itemsize * numbers > memory:
+        raise ValueError(
+            f"{name} has {numbers / 1e9:.2f} billion parameters, {stored.itemsize * numbers / 2**30:.1f} GiB, more "
+            f"than the {memory / 2**30:.1f} GiB of --memory; raise it, or read the output layer alone with "
+            "--bounds-only"
+        )
+    return stored
+
+
+def _tokenizer(transformers: Any, name: str) -> Any | None:
+    folder = Path(name)
+    known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if folder.is_dir() and not any((folder / file).is_file() for file in known):
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        if folder.is_dir():
+            raise ValueError(f"the tokenizer in {name} cannot be read: {_first_line(error)}") from None
+        return None
+
+
+def _stored_tensor(name: str, keys: set[str]) -> Tensor:
+    from safetensors import SafetensorError, safe_open
+    from transformers.utils.hub import cached_file
+
+    def located(file: str) -> str | None:
+        return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+
+    file, index = located("model.safetensors"), located("model.safetensors.index.json")
+    if index is not None:
+        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        file = next((located(shards[key]) for key in keys if key in shards), None)
+    if file is None:
+        raise ValueError(
+            f"{name} has no output layer in its safetensors files (looked for {', '.join(sorted(keys))}); it may be "
+            "stored in another format: audit it without --bounds-only"
+        )
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for key in sorted(keys & set(tensors.keys())):
+                return tensors.get_tensor(key)
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read, it may be truncated: {error}") from None
+    raise ValueError(f"{name} has no output layer: {file} lacks {', '.join(sorted(keys))}")
+
+
+def _reading_errors() -> tuple[type[Exception], ...]:
+    from safetensors import SafetensorError
+
+    return (OSError, EOFError, RuntimeError, SafetensorError)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """No bars and no reports of the library's own."""
+    logging = transformers.utils.logging
+    before, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if had_bars:
+            logging.enable_progress_bar()

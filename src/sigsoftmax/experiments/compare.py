@@ -1,0 +1,257 @@
+"""Heads trained under equal budgets on one text, where possible on text whose truth is known.
+
+One recipe, the same seeds and updates for all; what differs is the head. Where the recipe's finetuning has a fixed
+length it follows training: it averages the weights, and when averaging begins must not depend on the head. A table,
+records, a page, and sentences that follow from the numbers.
+
+Shapes: L positions of the test text, V words.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.analysis.streaming import streamed_spectrum
+from sigsoftmax.experiments.comparison_words import Measured, findings, table
+from sigsoftmax.experiments.display import Display, make_display, watching
+from sigsoftmax.experiments.log_outputs import log_output_blocks
+from sigsoftmax.experiments.runs import Resources, Run, planned_runs
+from sigsoftmax.experiments.training_runs import After, train_runs
+from sigsoftmax.heads import Head
+from sigsoftmax.lm.config import Recipe
+from sigsoftmax.lm.data import Corpus, batchify
+from sigsoftmax.lm.evaluation import evaluate
+from sigsoftmax.lm.recipes import recipe, with_overrides
+from sigsoftmax.lm.saved_models import load_model
+from sigsoftmax.lm.settings import SETTINGS
+from sigsoftmax.lm.training import Diverged, resolve_device
+from sigsoftmax.records import Environment, Record, append, read
+from sigsoftmax.records.model_spectra import ModelSpectrum
+from sigsoftmax.records.training import ComparisonRecord, EpochRecord
+from sigsoftmax.report import ReportConfig, write_report
+from sigsoftmax.synthetic import batch_means
+
+__all__ = ["HEADS", "CompareConfig", "run"]
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "gss-0.2", "gss-0", "mos", "moss")
+"""softmax with its logits scaled is the control for sigsoftmax, whose slope is between 1 and 2"""
+QUICK_HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "gss-0", "mos")
+QUICK_EPOCHS = {"training": 4, "finetuning": 2}
+RANK_POSITIONS = 4096
+"""of the test text, evenly spread, in the matrix whose rank is measured"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    heads: tuple[str, ...] = ()
+    """as recipes name them; none: a choice"""
+    setting: str | None = None
+    """of the recipes: None is ``language``, or ``tiny`` where a text is given"""
+    changes: tuple[str, ...] = ()
+    """to every recipe alike, as ``training.epochs=20``"""
+    seeds: tuple[int, ...] = (1,)
+    out: Path = Path("runs/compare")
+    quick: bool = False
+    """fewer heads and epochs"""
+    resources: Resources = field(default_factory=lambda: Resources(at_once=os.cpu_count() or 1))
+
+    def __post_init__(self) -> None:
+        if not self.seeds:
+            raise ValueError("a comparison needs at least one seed")
+        if self.setting is not None and self.setting not in SETTINGS:
+            raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {self.setting!r}")
+        if any(change.strip().startswith(("model.head", "corpus")) for change in self.changes):
+            raise ValueError("heads are chosen with --heads and the text with --data; leave them out of the changes")
+        self.recipes()
+
+    def recipes(self) -> list[Recipe]:
+        setting = self.setting or ("language" if self.resources.data is None else "tiny")
+        changes = list(self.changes)
+        if self.quick:
+            given = {change.partition("=")[0].strip() for change in changes}
+            quick = {f"{phase}.epochs": epochs for phase, epochs in QUICK_EPOCHS.items()}
+            changes += [f"{path}={epochs}" for path, epochs in quick.items() if path not in given]
+        names = self.heads or (QUICK_HEADS if self.quick else HEADS)
+        recipes = [with_overrides(recipe(f"{setting}-{name}"), changes) for name in names]
+        heads = [chosen.model.head for chosen in recipes]
+        if len(set(heads)) != len(heads):
+            raise ValueError(f"each head is compared once, got {', '.join(heads)}")
+        return recipes
+
+    def runs(self) -> list[Run]:
+        return planned_runs(self.recipes(), self.seeds, self.out)
+
+
+def run(config: CompareConfig, say: Say, display: Display | None = None) -> list[Measured]:
+    """Train, measure, print, record, report. What an earlier attempt trained is not trained again.
+
+    A head that diverges is left out; that is raised when the others have been compared.
+    """
+    runs = config.runs()
+    corpus = config.resources.corpus(runs[0].recipe.corpus)
+    say(_introduction(config, runs, corpus))
+    results, errors = _trained(runs, config.resources, display)
+    for error in errors:
+        say(f"Left out: {error}")
+    if results:
+        say(table(results))
+        say("\n".join(findings(results)))
+        _write(config, runs, results, say)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _trained(runs: list[Run], resources: Resources, display: Display | None) -> tuple[list[Measured], list[Diverged]]:
+    """Of the heads whose seeds all came through."""
+    found: dict[Run, Measured] = {}
+    errors: list[Diverged] = []
+    with display or make_display(rest=2.0) as shown:
+
+        def trained(chosen: list[Run], after: After[T]) -> dict[Run, T]:
+            results: dict[Run, T] = {}
+            try:
+                for ended, result in train_runs(chosen, resources, after, watching(shown)):
+                    shown.ended(ended)
+                    results[ended] = result
+            except Diverged as error:
+                errors.append(error)
+            lost = {one.recipe.name for one in chosen if one not in results}
+            return {one: results[one] for one in chosen if one.recipe.name not in lost}
+
+        if _is_finetuned(runs[0].recipe):
+            runs = [one.finetuning() for one in trained(runs, _nothing)]
+        if runs:
+            found = trained(runs, measure)
+    return list(found.values()), errors
+
+
+def _write(config: CompareConfig, runs: list[Run], results: list[Measured], say: Say) -> None:
+    records = config.out / "comparison.jsonl"
+    _write_records(records, results, config.resources)
+    heads = {measured.record.run.recipe for measured in results}
+    epochs = [path for one in runs if one.recipe.name in heads for path in one.folder.glob("*/records.jsonl")]
+    written = write_report(
+        ReportConfig(
+            paths=(records, *sorted(epochs)),
+            out=config.out / "report.html",
+            title="Output heads under equal budgets",
+        )
+    )
+    warnings = "".join(f"\n{warning}" for warning in written.warnings)
+    say(f"Written:\n  {records}\n  {written.path}{warnings}")
+
+
+def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str:
+    recipes = config.recipes()
+    language = corpus.language
+    text = f"{corpus.name}: {len(corpus.vocabulary):,} words, {corpus.train.numel():,} tokens to train on"
+    if language is not None:
+        text = (
+            f"{corpus.train.numel():,} words sampled from a language of known truth ({language.description}; "
+            f"{language.num_contexts} contexts, {language.num_words} words, log P of rank {language.log_rank})"
+        )
+    seeds = f"{len(config.seeds)} seed{'s' if len(config.seeds) > 1 else ''}"
+    width = recipes[0].model.embedding
+    epochs = f"{runs[0].epochs} epochs"
+    if _is_finetuned(recipes[0]):
+        epochs += f" and {runs[0].finetuning().epochs} with averaged weights"
+    return (
+        f"{len(recipes)} heads, {seeds}, {epochs} each, width {width}; {text}.\n"
+        f"Runs are kept in {config.out}: the same command goes on where it was stopped."
+    )
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(run: Run, corpus: Corpus, resources: Resources) -> Measured:
+    """What a trained run is worth, on the test text."""
+    device = resolve_device(resources.device)
+    loaded = load_model(run.best, device=device)
+    valid = evaluate(loaded.model, batchify(corpus.valid, run.recipe.training.evaluation_batch))
+    targets_L = corpus.test[1:]
+    contexts = corpus.contexts("test")
+    losses: list[Tensor] = []
+    kls: list[Tensor] = []
+    chosen: list[Tensor] = []
+    stride = -(-targets_L.numel() // RANK_POSITIONS)
+    start = 0
+    for log_probs_TV in log_output_blocks(loaded.model, corpus.test):
+        log_probs_TV = log_probs_TV.cpu()
+        end = start + log_probs_TV.shape[0]
+        losses.append(-log_probs_TV.gather(1, targets_L[start:end].unsqueeze(1))[:, 0].double())
+        if corpus.language is not None and contexts is not None:
+            kls.append(corpus.language.position_kl(contexts[start + 1 : end + 1], log_probs_TV))
+        chosen.append(log_probs_TV[-start % stride :: stride].clone())
+        start = end
+    losses_L = torch.cat(losses)
+    kl_L = torch.cat(kls) if kls else None
+    kl = None if kl_L is None else batch_means(kl_L)
+    spectrum = streamed_spectrum(chosen)
+    spectrum = replace(spectrum, source=f"log P of {run.name} at {spectrum.contexts:,} positions of {corpus.name} test")
+    epochs = list(_epoch_records(run))
+    head = Head.parse(run.recipe.model.head)
+    return Measured(
+        record=ComparisonRecord(
+            run=loaded.run,
+            epochs=len(epochs),
+            updates=sum(epoch.updates for epoch in epochs),
+            valid_loss=valid.loss,
+            test_loss=float(losses_L.mean()),
+            entropy_rate=None if corpus.language is None else corpus.language.entropy_rate,
+            kl=None if kl is None else kl.mean,
+            kl_standard_error=None if kl is None else kl.standard_error,
+            rank=spectrum.count("press32").rank,
+            rank_bound=head.rank_bound(spectrum.words, spectrum.contexts, run.recipe.model.embedding),
+            words=spectrum.words,
+            contexts=spectrum.contexts,
+            seconds=sum(epoch.seconds_training + epoch.seconds_validation for epoch in epochs),
+        ),
+        spectrum=ModelSpectrum(run=loaded.run, split="test", spectrum=spectrum),
+        values_L=(losses_L if kl_L is None else kl_L).numpy(),
+    )
+
+
+def _is_finetuned(recipe: Recipe) -> bool:
+    return not recipe.finetuning.stop_when_stale
+
+
+def _nothing(run: Run, corpus: Corpus, resources: Resources) -> None:
+    """To be done with a run that is finetuned next."""
+
+
+def _epoch_files(run: Run) -> list[Path]:
+    """The records of a run's phases up to this one."""
+    phases = {run.path, replace(run, phase="train").path}
+    return [path / "records.jsonl" for path in sorted(phases, reverse=True)]
+
+
+def _epoch_records(run: Run) -> Iterator[EpochRecord]:
+    for path in _epoch_files(run):
+        for record in read(path, malformed="skip"):
+            if record.kind == EpochRecord.KIND:
+                yield record.payload_as(EpochRecord)
+
+
+def _write_records(path: Path, results: list[Measured], resources: Resources) -> None:
+    """The comparison as a whole, in place of an earlier one."""
+    environment = Environment.here(resolve_device(resources.device))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        for result in results:
+            append(temporary, [Record.of(result.record, environment), Record.of(result.spectrum, environment)])
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,276 @@
+"""What a person sees of runs while they train: bars with rich, one changing line without it, lines in a file.
+
+All of it goes to the error stream, so that the output holds results alone.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from sigsoftmax.experiments.runs import Run
+from sigsoftmax.lm.training import PART, Progress
+
+__all__ = ["Display", "Watcher", "duration_text", "make_display", "perplexity_text", "watching"]
+
+REMEMBERED_EPOCHS = 5
+"""the last epochs, whose mean length foretells the rest"""
+UPDATE_LINE_SECONDS = 10.0
+"""between two plain lines about updates: short epochs have a line of their own soon enough"""
+REFRESH_SECONDS = 0.1
+"""between two looks at a bar: a person sees no more"""
+
+
+class Watcher(Protocol):
+    """Is told where a run stands."""
+
+    def watch(self, run: Run, progress: Progress) -> None: ...
+
+
+class Display(Watcher, AbstractContextManager["Display"], Protocol):
+    """Shows runs, and lines that are said meanwhile."""
+
+    def note(self, text: str) -> None:
+        """A line about what is done besides training."""
+
+    def ended(self, run: Run) -> None:
+        """No more will be heard of this run."""
+
+
+def make_display(stream: TextIO | None = None, *, rest: float = 0.0) -> Display:
+    """What suits the stream, the error stream by default. ``rest``: least seconds between two plain lines."""
+    stream = stream or sys.stderr
+    if not stream.isatty():
+        return PlainLines(stream, rest=rest)
+    try:
+        return RichBars(stream)
+    except ModuleNotFoundError:
+        return ChangingLine(stream)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def duration_text(seconds: float) -> str:
+    """A length of time in two units at most, as ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def perplexity_text(loss: float) -> str:
+    """exp of a loss in nats, to four digits."""
+    perplexity = math.exp(min(loss, 700.0))
+    return f"{perplexity:,.2f}" if perplexity < 1000.0 else f"{perplexity:,.0f}" if perplexity < 1e6 else "over 10^6"
+
+
+def update_line(progress: Progress) -> str:
+    parts = [f"epoch {progress.epoch} of {progress.epochs}", f"update {progress.update}"]
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f} (perplexity {perplexity_text(progress.loss)})")
+    parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    if progress.seconds_left is not None:
+        parts.append(f"the epoch ends in {duration_text(progress.seconds_left)}")
+    return ", ".join(parts)
+
+
+def epoch_line(progress: Progress, seconds_left: float | None) -> str:
+    record = progress.record
+    assert record is not None
+    parts = [
+        f"epoch {record.epoch} of {progress.epochs}",
+        f"training loss {record.train_loss:.4f}",
+        f"validation {record.valid_loss:.4f} (perplexity {perplexity_text(record.valid_loss)})"
+        + (", the best so far" if record.is_best else ""),
+        f"{progress.tokens_per_second:,.0f} tokens/s",
+        duration_text(record.seconds_training + record.seconds_validation),
+    ]
+    if seconds_left:
+        parts.append(f"{duration_text(seconds_left)} left")
+    return ", ".join(parts)
+
+
+class Forecast:
+    """How long each run will take, from its last epochs."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[Run, list[float]] = {}
+
+    def seconds_left(self, run: Run, progress: Progress) -> float | None:
+        """Until the last epoch has ended; None while there is nothing to go by."""
+        epochs = self._epochs.setdefault(run, [])
+        if progress.record is not None:
+            epochs.append(progress.record.seconds_training + progress.record.seconds_validation)
+            del epochs[:-REMEMBERED_EPOCHS]
+            this_epoch = 0.0
+        elif progress.seconds_left is None:
+            return None
+        else:
+            this_epoch = progress.seconds_left
+        # In the first epoch its own length is all that is known, and validation is still to come.
+        typical = (
+            sum(epochs) / len(epochs) if epochs else this_epoch * progress.rows / max(progress.rows - progress.row, 1)
+        )
+        return this_epoch + typical * (progress.epochs - progress.epoch)
+
+
+# --- displays ---------------------------------------------------------------------------------------------------------
+
+
+class PlainLines:
+    """A line an epoch, and in long epochs one every 200 updates; ``rest`` seconds lie between two lines at least."""
+
+    def __init__(self, stream: TextIO, *, rest: float = 0.0) -> None:
+        self._stream, self._rest, self._said = stream, rest, time.monotonic()
+        self._forecast = Forecast()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def watch(self, run: Run, progress: Progress) -> None:
+        quiet = time.monotonic() - self._said
+        if progress.record is not None:
+            line = epoch_line(progress, self._forecast.seconds_left(run, progress))
+            if quiet >= self._rest:
+                self._say(run, line)
+        elif progress.update % PART == 0 and quiet >= max(self._rest, UPDATE_LINE_SECONDS):
+            self._say(run, update_line(progress))
+
+    def _say(self, run: Run, line: str) -> None:
+        self._said = time.monotonic()
+        self.note(f"{run.name}: {line}")
+
+    def ended(self, run: Run) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class ChangingLine(PlainLines):
+    """A line that changes with every update, and one that stays for every epoch: a terminal without rich."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._drawn = -math.inf
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clear()
+
+    def watch(self, run: Run, progress: Progress) -> None:
+        if progress.record is not None:
+            super().watch(run, progress)
+            return
+        now = time.monotonic()
+        if now - self._drawn >= REFRESH_SECONDS:
+            self._drawn = now
+            self._clear()
+            self._stream.write(f"{run.name}: {update_line(progress)}"[: _terminal_width() - 1])
+            self._stream.flush()
+
+    def note(self, text: str) -> None:
+        self._clear()
+        super().note(text)
+
+    def _clear(self) -> None:
+        self._stream.write("\r\x1b[2K")
+
+
+class RichBars:
+    """A bar for each run with its epoch, speed, loss, perplexity and the time left; a line above it for each epoch."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bars
+
+        self._console = Console(file=stream, highlight=False)
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("epoch {task.fields[epoch]}"),
+            TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("perplexity {task.fields[perplexity]}"),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            # Results that go to a file must get there; in a terminal they must not tear the bars.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._tasks: dict[Run, Any] = {}
+        self._drawn: dict[Run, float] = {}
+        self._forecast = Forecast()
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(self._bars)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def watch(self, run: Run, progress: Progress) -> None:
+        now = time.monotonic()
+        if progress.record is None and now - self._drawn.get(run, -math.inf) < REFRESH_SECONDS:
+            return
+        self._drawn[run] = now
+        left = self._forecast.seconds_left(run, progress)
+        fields: dict[str, Any] = {
+            "completed": progress.epoch - 1 + progress.row / progress.rows,
+            "epoch": f"{progress.epoch}/{progress.epochs}",
+            "speed": progress.tokens_per_second,
+            "left": "" if left is None else f"{duration_text(left)} left",
+        }
+        if progress.loss is not None:
+            fields["loss"] = f"{progress.loss:.3f}"
+        if progress.record is not None:
+            fields["completed"] = progress.epoch
+            fields["perplexity"] = perplexity_text(progress.record.valid_loss)
+            self.note(f"{run.name}: {epoch_line(progress, left)}")
+        if run in self._tasks:
+            self._bars.update(self._tasks[run], **fields)
+        else:
+            fields = {"loss": "", "perplexity": "", **fields}
+            self._tasks[run] = self._bars.add_task(run.name, total=progress.epochs, **fields)
+
+    def ended(self, run: Run) -> None:
+        if run in self._tasks:
+            self._bars.update(self._tasks.pop(run), visible=False)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+
+def _terminal_width() -> int:
+    import shutil
+
+    return shutil.get_terminal_size().columns
+
+
+def watching(*watchers: Watcher) -> Callable[[Run, Progress], None]:
+    """One function that tells all of them."""
+
+    def tell(run: Run, progress: Progress) -> None:
+        for watcher in watchers:
+            watcher.watch(run, progress)
+
+    return tell

@@ -1,0 +1,209 @@
+"""How long the parts of a run take on this machine: a few updates, a few windows, one matrix product.
+
+Shapes: R rows, B columns.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from sigsoftmax.experiments.runs import Resources
+from sigsoftmax.lm.config import Recipe, TrainingConfig
+from sigsoftmax.lm.data import Corpus, WindowLengths, batchify
+from sigsoftmax.lm.dynamic_evaluation import DynamicProgress, GradientStatistics, adapt
+from sigsoftmax.lm.dynamic_rates import Rates
+from sigsoftmax.lm.dynamic_search import grid
+from sigsoftmax.lm.evaluation import WINDOW, Evaluator
+from sigsoftmax.lm.model import LanguageModel
+from sigsoftmax.lm.optimization import AveragedSgd
+from sigsoftmax.lm.precision import check_precision
+from sigsoftmax.lm.training import resolve_device
+from sigsoftmax.lm.updates import Updater
+from sigsoftmax.lm.window_gradients import window_count
+
+__all__ = ["RunTimes", "measure_times"]
+
+WARM_UP = 3
+"""updates that are slower than others: the first allocates, the second is captured"""
+MOST = 20
+SECONDS = 3.0
+"""after which measuring ends, however few were measured"""
+DYNAMIC_WINDOWS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTimes:
+    """Seconds of one run, its share where several are made at once."""
+
+    parameters: int
+    train_epoch: float
+    finetune_epoch: float
+    dynamic_statistics: float
+    dynamic_point: float
+    """one point of the grid on validation"""
+    dynamic_points: int
+    dynamic_test: float
+    rank: float
+
+    @property
+    def dynamic(self) -> float:
+        return self.dynamic_statistics + self.dynamic_points * self.dynamic_point + self.dynamic_test
+
+
+def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTimes:
+    """Takes some seconds, more where an update does."""
+    device = resolve_device(resources.device)
+    with _threads_of_a_run(resources, device) as sharing:
+        update, model = _update_seconds(recipe, corpus, resources, device)
+        update /= sharing
+        validation = _validation_seconds(recipe, corpus, model) / sharing
+        statistics, dynamic = _dynamic_seconds(recipe, corpus, model, resources)
+
+    def epoch(config: TrainingConfig) -> float:
+        seed = recipe.seed if config.window_seed is None else config.window_seed
+        lengths = WindowLengths(seed, config.bptt, config.longest_window)
+        updates = sum(1 for _ in lengths.epoch(corpus.train.numel() // config.batch))
+        return updates * update + validation
+
+    settings = recipe.dynamic_evaluation
+    windows = {split: window_count(corpus.split(split).numel(), settings.window) for split in ("valid", "test")}
+    training_windows = window_count(corpus.train.numel() // settings.statistics_batch, settings.window)
+    return RunTimes(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        train_epoch=epoch(recipe.training),
+        finetune_epoch=epoch(recipe.finetuning),
+        dynamic_statistics=statistics * training_windows,
+        dynamic_point=dynamic * windows["valid"],
+        dynamic_points=len(grid(settings)),
+        dynamic_test=dynamic * windows["test"],
+        rank=_rank_seconds(len(corpus.vocabulary), corpus.test.numel(), device),
+    )
+
+
+@contextmanager
+def _threads_of_a_run(resources: Resources, device: torch.device) -> Iterator[int]:
+    """Several runs on a CPU have one thread each; yields how many then go on at the same time."""
+    if device.type != "cpu" or resources.at_once == 1:
+        yield 1
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield min(resources.at_once, os.cpu_count() or 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _timed(step: Callable[[], Any], device: torch.device, *, warm_up: int = WARM_UP, most: int = MOST) -> float:
+    """Seconds of a step: the mean of some, after some others."""
+    began = time.perf_counter()
+    for _ in range(warm_up):
+        step()
+        _synchronize(device)
+        if time.perf_counter() - began > SECONDS:
+            break
+    began, count = time.perf_counter(), 0
+    while count < most and (not count or time.perf_counter() - began < SECONDS):
+        step()
+        count += 1
+    _synchronize(device)
+    return (time.perf_counter() - began) / count
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Probe:
+    """A run that only makes updates, all of the usual length, on a stream of its own."""
+
+    def __init__(self, recipe: Recipe, corpus: Corpus, resources: Resources, device: torch.device) -> None:
+        config = recipe.training
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with self._on_stream():
+            self.model = LanguageModel(recipe.model, len(corpus.vocabulary), seed=recipe.seed).to(device)
+            text_RB = batchify(corpus.train, config.batch)
+            self._length = min(config.bptt, text_RB.shape[0] - 1)
+            self._left = self._steps = (text_RB.shape[0] - 1) // self._length
+            self._updater = Updater(
+                self.model,
+                AveragedSgd(list(self.model.parameters()), clip=config.clip, weight_decay=config.weight_decay),
+                text_RB,
+                config,
+                generator=torch.Generator(device).manual_seed(recipe.seed),
+                precision=check_precision(resources.precision, device),
+            )
+            self._updater.begin_epoch()
+
+    def step(self) -> None:
+        with self._on_stream():
+            if not self._left:
+                self._updater.begin_epoch()
+                self._left = self._steps
+            self._updater.run(drawn=self._length, length=self._length)
+            self._left -= 1
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _update_seconds(
+    recipe: Recipe, corpus: Corpus, resources: Resources, device: torch.device
+) -> tuple[float, LanguageModel]:
+    """Of one run's update while as many share the device as will; and a model to go on with."""
+    lanes = resources.at_once if device.type == "cuda" else 1
+    probes = [_Probe(recipe, corpus, resources, device) for _ in range(lanes)]
+
+    def all_of_them() -> None:
+        for probe in probes:
+            probe.step()
+
+    return _timed(all_of_them, device) / lanes, probes[0].model
+
+
+def _validation_seconds(recipe: Recipe, corpus: Corpus, model: LanguageModel) -> float:
+    device = model.embedding.device
+    valid_RB = batchify(corpus.valid, recipe.training.evaluation_batch)
+    windows = -(-(valid_RB.shape[0] - 1) // WINDOW)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        evaluator = Evaluator(model, valid_RB)
+        few = min(windows, 4)
+        seconds = _timed(lambda: list(islice(evaluator.launch(), few)), device, warm_up=1, most=3)
+    return seconds / few * windows
+
+
+def _dynamic_seconds(recipe: Recipe, corpus: Corpus, model: LanguageModel, resources: Resources) -> tuple[float, float]:
+    """Of a window of the statistics, and of one that adapts."""
+    settings = recipe.dynamic_evaluation
+    last: dict[bool, float] = {}
+
+    def look(at: DynamicProgress) -> None:
+        last[at.rates is not None] = at.seconds_per_window
+
+    few = settings.statistics_batch * (DYNAMIC_WINDOWS * settings.window + 1)
+    statistics = GradientStatistics.of(
+        model, corpus.train[:few], settings, precision=resources.precision, progress=look
+    )
+    # A model that has not been trained may not survive the usual rates.
+    rates = Rates(learning_rate=0.0, decay=min(settings.decays), epsilon=settings.epsilon)
+    adapt(model, statistics, corpus.valid, rates, limit=DYNAMIC_WINDOWS, precision=resources.precision, progress=look)
+    return last.get(False, 0.0), last.get(True, 0.0)
+
+
+def _rank_seconds(words: int, contexts: int, device: torch.device) -> float:
+    """The Gram matrix, of which a little more than half is computed, and its eigenvalues."""
+    size = 1024
+    factor = torch.randn(size, size, dtype=torch.float64, device=device)
+    rate = 2.0 * size**3 / _timed(lambda: factor @ factor, device)
+    least = float(min(words, contexts))
+    return (1.125 * least * words * contexts + 4.0 * least**3) / rate

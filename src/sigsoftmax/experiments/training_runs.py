@@ -1,0 +1,184 @@
+"""Several runs: in turns on one device, or on a CPU in processes of one thread each, which small models use better.
+
+What is done with a run that has ended (evaluating it, measuring it) is done where it was trained.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+import torch
+
+from sigsoftmax.experiments.runs import Resources, Run
+from sigsoftmax.lm.data import Corpus
+from sigsoftmax.lm.interruption import SoftStop
+from sigsoftmax.lm.training import PART, Diverged, Progress, Trainer, run_together
+
+__all__ = ["After", "Watch", "train_runs"]
+
+T = TypeVar("T")
+After = Callable[[Run, Corpus, Resources], T]
+"""What is done with a run that has ended; a function of a module, since it may run in another process"""
+Watch = Callable[[Run, Progress], None]
+
+TELL_SECONDS = 0.2
+"""between two words of a process about its updates"""
+LOOK_SECONDS = 0.1
+
+
+def train_runs(
+    runs: Sequence[Run], resources: Resources, after: After[T], watch: Watch = lambda *_: None
+) -> Iterator[tuple[Run, T]]:
+    """Train all runs, each from where it was left, and yield each with what ``after`` makes of it.
+
+    Asked to stop, all save and KeyboardInterrupt is raised. A run that diverges stops alone; that is raised when the
+    others have ended.
+    """
+    if resources.at_once > 1 and len(runs) > 1 and torch.device(resources.device).type == "cpu":
+        yield from _in_processes(runs, resources, after, watch)
+    else:
+        yield from _in_turns(runs, resources, after, watch)
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def _in_turns(runs: Sequence[Run], resources: Resources, after: After[T], watch: Watch) -> Iterator[tuple[Run, T]]:
+    corpora = _Corpora(resources)
+    waiting, errors = deque(runs), list[Diverged]()
+    while waiting:
+        together: dict[Trainer, Run] = {}
+        while waiting and len(together) < resources.at_once:
+            run = waiting.popleft()
+            trainer = run.trainer(corpora[run], resources)
+            if trainer.finished:
+                yield run, after(run, corpora[run], resources)
+            else:
+                together[trainer] = run
+        left = dict(together)
+        try:
+            for trainer in run_together(
+                list(together),
+                lambda trainer, progress, together=together: watch(together[trainer], progress),  # type: ignore[misc]
+            ):
+                run = left.pop(trainer)
+                yield run, after(run, corpora[run], resources)
+        except Diverged as error:
+            errors.append(Diverged(f"{' and '.join(run.name for run in left.values())}: {error}"))
+    if errors:
+        raise errors[0]
+
+
+class _Corpora:
+    """Each text read once."""
+
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
+        self._known: dict[str, Corpus] = {}
+
+    def __getitem__(self, run: Run) -> Corpus:
+        name = run.recipe.corpus
+        if name not in self._known:
+            self._known[name] = self._resources.corpus(name)
+        return self._known[name]
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def _in_processes(runs: Sequence[Run], resources: Resources, after: After[T], watch: Watch) -> Iterator[tuple[Run, T]]:
+    for name in {run.recipe.corpus for run in runs}:
+        # A corpus that is missing is told before processes are started.
+        resources.corpus(name)
+    context = multiprocessing.get_context("spawn")
+    stop, told = context.Event(), context.SimpleQueue()
+    errors: list[Diverged] = []
+    workers = min(resources.at_once, len(runs))
+    with (
+        SoftStop() as asked,
+        ProcessPoolExecutor(workers, context, _begin_worker, (resources, stop, told)) as pool,
+    ):
+        futures: dict[Future[T], Run] = {pool.submit(_work, run, after): run for run in runs}
+        try:
+            while futures:
+                done, _ = wait(futures, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
+                while not told.empty():
+                    watch(*told.get())
+                if asked.asked:
+                    raise KeyboardInterrupt
+                for future in done:
+                    run = futures.pop(future)
+                    try:
+                        yield run, future.result()
+                    except Diverged as error:
+                        errors.append(Diverged(f"{run.name}: {error}"))
+        except BrokenProcessPool:
+            raise OSError(
+                "a process that trained ended by itself, perhaps for want of memory; the same command goes on from the "
+                "last checkpoints"
+            ) from None
+        except BaseException:
+            # They save, and take no further run.
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            while any(future.running() for future in futures):
+                while not told.empty():
+                    told.get()
+                time.sleep(LOOK_SECONDS)
+            raise
+    if errors:
+        raise errors[0]
+
+
+_worker: tuple[Resources, Any, Any, _Corpora] | None = None
+
+
+def _begin_worker(resources: Resources, stop: Any, told: Any) -> None:
+    global _worker
+    # Ctrl-C reaches every process of a terminal; the first one decides, and tells the others by `stop`.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    _worker = resources, stop, told, _Corpora(resources)
+
+
+def _end_with_parent() -> None:
+    """A process whose first one was killed must not go on writing where the next attempt writes."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
+def _work(run: Run, after: After[T]) -> T:
+    assert _worker is not None
+    resources, stop, told, corpora = _worker
+    if stop.is_set():
+        raise KeyboardInterrupt
+    corpus = corpora[run]
+    trainer = run.trainer(corpus, resources)
+    last = 0.0
+
+    def watch(_: Trainer, progress: Progress) -> None:
+        nonlocal last
+        is_news = progress.record is not None or progress.update % PART == 0
+        if is_news or time.monotonic() - last >= TELL_SECONDS:
+            last = time.monotonic()
+            told.put((run, progress))
+        if stop.is_set():
+            trainer.save()
+            raise KeyboardInterrupt
+
+    for _ in run_together([trainer], watch):
+        pass
+    return after(run, corpus, resources)
