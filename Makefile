@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-lm reproduction-docs build check clean
+.PHONY: help venv browser demo test slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-lm reproduction-docs build check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -28,6 +28,12 @@ test: $(VENV)/.installed-dev ## all tests but the slow ones
 
 slow: $(VENV)/.installed-dev ## the tests marked slow
 	$(PYTEST) -m slow $(ARGS) $(TESTS)
+
+browser: $(VENV)/.installed-dev ## a Chromium for the tests of the report, where there is none
+	@command -v chromium chromium-browser google-chrome >/dev/null \
+	  || timeout 300 $(BIN)/playwright install chromium >/dev/null 2>&1 \
+	  || { [ "$$(id -u)" = 0 ] && timeout 300 sh -c 'apt-get -qq update && apt-get -qq install -y chromium' >/dev/null 2>&1; } \
+	  || echo "No browser could be installed: the tests that open a page are skipped."
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -151,7 +151,7 @@ def run_cpu(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_cpu_benchmark_runs_on_tiny_cases(tmp_path):
-    before = {path: path.read_bytes() for path in RECORDS.glob("*")}
+    before = {path: path.read_bytes() for path in RECORDS.rglob("*.jsonl")}
     out = tmp_path / "new" / "cpu.jsonl"
     result = run_cpu("--smoke", "--threads", "1", "--out", str(out))
     assert result.returncode == 0, result.stderr
@@ -162,7 +162,7 @@ def test_the_cpu_benchmark_runs_on_tiny_cases(tmp_path):
     where = next(iter(read(out))).environment
     assert where.command == f"python benchmarks/cpu.py --smoke --threads 1 --out {out}"
     assert where.threads == 1
-    assert {path: path.read_bytes() for path in RECORDS.glob("*")} == before
+    assert {path: path.read_bytes() for path in RECORDS.rglob("*.jsonl")} == before
 
 
 def test_a_label_that_is_not_there():

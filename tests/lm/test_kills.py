@@ -73,6 +73,7 @@ def kill_often(folder, kills, seed):
             raise SystemExit(f"the run ended after {deaths} kills; make it longer")
         else:
             break
+    sys.stdout.write(f"{deaths} {inside}")
 
 
 def run_killed(folder, kills, seed):
