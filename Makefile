@@ -20,7 +20,7 @@ help: ## list the targets
 
 venv: $(VENV)/.installed-dev ## create .venv with the package and all development tools
 
-demo: $(VENV)/.installed-plot ## the bottleneck in three minutes: a table and two pictures
+demo: $(VENV)/.installed-plot,lm,report ## the bottleneck in three minutes: tables, pictures and a page
 	$(BIN)/python -m sigsoftmax demo
 
 test: $(VENV)/.installed-dev ## all tests but the slow ones

@@ -62,10 +62,12 @@ def test_a_run_that_diverges_stops_alone_and_is_named(tmp_path):
     assert not bad[0].best.exists()
 
 
-def command_of(folder, *more):
+def command_of(folder, *, at_once):
+    """Two runs long enough to be stopped."""
+    changes = [change for change in SINGLE if not change.startswith("training.epochs")]
     return command(
-        *("train", "tiny-softmax", "tiny-sigsoftmax", "--seed", 1, "--data", folder / "text"),
-        *("--out", folder / "runs", "--set", *SINGLE, *more),
+        *("train", "tiny-softmax", "tiny-sigsoftmax", "--seed", 1, "--data", folder / "text", "--at-once", at_once),
+        *("--out", folder / "runs", "--set", "training.epochs=40", *changes),
     )
 
 
@@ -87,16 +89,17 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(at_once, tmp_path):
     for folder in (straight, broken):
         write_text(folder / "text")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    changes = ("training.epochs=40", "--at-once", at_once)
-    subprocess.run(command_of(straight, *changes), check=True, capture_output=True, env=environment, timeout=300)
-    with subprocess.Popen(command_of(broken, *changes), stderr=subprocess.PIPE, text=True, env=environment) as process:
+    subprocess.run(command_of(straight, at_once=at_once), check=True, capture_output=True, env=environment, timeout=300)
+    with subprocess.Popen(
+        command_of(broken, at_once=at_once), stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         wait_for_epochs(broken, 2)
         process.send_signal(signal.SIGINT)
         error = process.communicate(timeout=120)[1]
     assert process.returncode == 130
     assert error.splitlines()[-1] == "interrupted; the same command goes on from there"
     assert list(broken.glob("runs/*/1/train/last.safetensors"))
-    subprocess.run(command_of(broken, *changes), check=True, capture_output=True, env=environment, timeout=300)
+    subprocess.run(command_of(broken, at_once=at_once), check=True, capture_output=True, env=environment, timeout=300)
     for name in ("tiny-softmax", "tiny-sigsoftmax"):
         assert_same_end(straight / f"runs/{name}/1/train", broken / f"runs/{name}/1/train")
 
@@ -105,7 +108,7 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(at_once, tmp_path):
 def test_killed_it_leaves_no_process_behind_and_goes_on(tmp_path):
     write_text(tmp_path / "text")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = command_of(tmp_path, "training.epochs=40", "--at-once", 2)
+    words = command_of(tmp_path, at_once=2)
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
         wait_for_epochs(tmp_path)
         children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)

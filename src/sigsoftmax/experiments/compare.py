@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "gss-0.2", "gss-0", "mos", "moss")
 """softmax with its logits scaled is the control for sigsoftmax, whose slope is between 1 and 2"""
-QUICK_HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "gss-0", "mos")
+QUICK_HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "mos")
 QUICK_EPOCHS = {"training": 4, "finetuning": 2}
 RANK_POSITIONS = 4096
 """of the test text, evenly spread, in the matrix whose rank is measured"""

@@ -22,7 +22,7 @@ class TensorBoard:
             from torch.utils import tensorboard
         except ImportError:
             raise ValueError(
-                "--tensorboard needs the package tensorboard; install it with pip install tensorboard, or leave it out"
+                "--tensorboard needs the package tensorboard: pip install 'sigsoftmax[tensorboard]', or leave it out"
             ) from None
         self._make_writer: Any = tensorboard.SummaryWriter
         self._writers: dict[Path, Any] = {}

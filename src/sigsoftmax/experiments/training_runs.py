@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,8 @@ def train_runs(
     Asked to stop, all save and KeyboardInterrupt is raised. A run that diverges stops alone; that is raised when the
     others have ended.
     """
+    if find_spec("safetensors") is None:
+        raise ValueError("runs are kept with safetensors: pip install 'sigsoftmax[lm]'")
     if resources.at_once > 1 and len(runs) > 1 and torch.device(resources.device).type == "cpu":
         yield from _in_processes(runs, resources, after, watch)
     else:
