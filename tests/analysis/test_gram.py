@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sigsoftmax.analysis import streaming
+from sigsoftmax.analysis import spectrum_stream
 from sigsoftmax.analysis.blocked_qr import TriangularFactor, singular_values
 from sigsoftmax.analysis.gram import WordGram, add_product, squared_singular_values
 from sigsoftmax.analysis.spectrum import spectrum
@@ -41,7 +41,7 @@ def matrices(draw):
 @given(matrices(), st.sampled_from(["gram", "exact"]), st.integers(1, 30), st.booleans())
 def test_ranks_agree_with_a_direct_svd_wherever_they_are_counted(matrix, method, block_contexts, held):
     options = SpectrumOptions(method=method, log_probs=False, block_contexts=block_contexts)
-    with mock.patch.object(streaming, "SMALL", 2**26 if held else 0):
+    with mock.patch.object(spectrum_stream, "SMALL", 2**26 if held else 0):
         found = streamed_spectrum(matrix, options)
     expected = np.linalg.svd(matrix.numpy(), compute_uv=False)
     assert len(found.singular_values) == len(expected)

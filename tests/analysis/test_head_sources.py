@@ -35,6 +35,7 @@ def test_rows_are_log_probabilities_of_the_head(name, bias):
     torch.testing.assert_close(rows(head), expected)
     chosen = torch.tensor([3, 8, 29])
     torch.testing.assert_close(rows(head, contexts=chosen), expected[chosen])
+    torch.testing.assert_close(rows(head, quick=True), expected)
 
 
 def test_mixtures_and_parameters_per_class():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.allocations import allocations_of
 
-from sigsoftmax.analysis import streaming
+from sigsoftmax.analysis import spectrum_stream, streaming
 from sigsoftmax.analysis.matrix_sources import from_array, from_blocks, from_function
 from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.analysis.stream_state import deferred_interrupt, load_state
@@ -38,7 +38,7 @@ def log_probs(contexts=CONTEXTS, dtype=torch.float64):
 @pytest.fixture(params=["held", "summed"])
 def small(request, monkeypatch):
     """Whether the matrix counts as small, so that it is held, or is summed up block by block."""
-    monkeypatch.setattr(streaming, "SMALL", 2**26 if request.param == "held" else 0)
+    monkeypatch.setattr(spectrum_stream, "SMALL", 2**26 if request.param == "held" else 0)
     return request.param
 
 
@@ -110,7 +110,7 @@ def test_auto_is_exact_where_that_is_cheap(monkeypatch):
     matrix = log_probs()
     assert streamed_spectrum(matrix).method == "svd"
     assert streamed_spectrum(matrix.split(50)).method == "svd"
-    monkeypatch.setattr(streaming, "EXACT_WORK", 1)
+    monkeypatch.setattr(spectrum_stream, "EXACT_WORK", 1)
     assert streamed_spectrum(matrix).method == "gram"
 
 
@@ -123,6 +123,7 @@ def test_progress_tells_blocks_and_time():
     assert seen[1].seconds_left > 0.0
     assert seen[4].seconds_left == 0.0
     assert seen[-1].phase == "singular values"
+    assert str(seen[-1]).startswith("singular values: 300 of 300 contexts after")
     assert "[####" in str(seen[1])
     assert "128 of 300 contexts" in str(seen[1])
     unknown = []
@@ -243,6 +244,24 @@ def test_a_damaged_state_is_refused(damage, tmp_path):
     state.write_bytes(damage(state.read_bytes()))
     with pytest.raises(ValueError, match="is not a saved state, or is damaged"):
         streamed_spectrum(log_probs(), SpectrumOptions(block_contexts=32), state=state)
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
+    def full(path, state):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(streaming, "save_state", full)
+    options = SpectrumOptions(block_contexts=150)
+    with pytest.warns(UserWarning, match=r"state was not saved to .*: .*No space left.*; the run goes on"):
+        found = streamed_spectrum(log_probs(), options, state=tmp_path / "s.npz", save_every=0.0)
+    assert same(found, streamed_spectrum(log_probs(), options))
+
+
+def test_where_a_state_cannot_be_written_is_said_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "state.npz"):
+        with pytest.raises(ValueError, match="the state cannot be written to"):
+            streamed_spectrum(log_probs(), state=path)
 
 
 def test_an_interrupt_waits_for_the_end_of_an_update():
@@ -414,7 +433,7 @@ def test_peak_memory_stays_within_the_prediction():
     for method in ("gram", "exact"):
         options = SpectrumOptions(method=method, block_contexts=64)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streaming, "SMALL", 0)
+            patch.setattr(spectrum_stream, "SMALL", 0)
             peak = allocations_of(lambda o=options: streamed_spectrum(from_blocks(blocks, contexts=2560), o)).peak
         assert peak <= 1.1 * memory_needed(500, 2560, 4, options)
 

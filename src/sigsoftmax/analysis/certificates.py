@@ -33,12 +33,12 @@ from sigsoftmax.records.spectra import RULES, RankBounds
 
 __all__ = ["matrix_rank_bounds", "rank_bounds"]
 
-BLOCK_WIDTHS = 3
-"""sides of the block, in units of d + 2"""
+BLOCK_CONTEXTS, BLOCK_WORDS = 2, 8
+"""sides of the block, in units of d + 2: more words raise every singular value, and cost less than more contexts"""
 LEAST_BLOCK = 256
 NORM_FLOPS = 5e12
 """what the rows of full length may cost by default: half a minute on two cores"""
-ENTRY_ERROR = 16.0
+ENTRY_ERROR = 64.0
 """eps of the arithmetic that an entry may be off by, in units of the root mean square of the entries"""
 SINGLE_MARGIN, DOUBLE_MARGIN = 1e-4, 1e-9
 """relative, by the dtype of the entries; far above the rounding of a sum of squares"""
@@ -66,7 +66,6 @@ def rank_bounds(
     parsed, words, contexts = head.parsed_head, head.words, head.contexts
     # The rounding of the arithmetic is accounted for, so that float32 serves thresholds that are far above it.
     dtype = torch.float32 if rule.endswith("32") else torch.float64
-    head = dataclasses.replace(head, dtype=dtype)
     rows, columns = _block_size(block_contexts, block_words, head.width, contexts, words)
     affordable = int(NORM_FLOPS / (2.0 * parsed.components * words * head.width))
     computed = min(contexts, max(rows, affordable if norm_contexts is None else norm_contexts))
@@ -75,11 +74,13 @@ def rank_bounds(
     order_T = torch.randperm(contexts, generator=generator)
     computed_T = order_T[:computed].sort().values
     block = _cut_block(
-        head.source(None if computed == contexts else computed_T),
+        head.source(None if computed == contexts else computed_T, dtype=dtype, quick=True),
         _drawn(rows, computed, generator),
         _drawn(columns, words, generator),
         began,
         progress,
+        # They are normalised by construction.
+        EntryChecks(log_probs=False),
     )
     squares = block.sum_of_squares + _bounded_squares(head, order_T[computed:])
     upper, reason = _upper_bound(head)
@@ -126,14 +127,13 @@ def matrix_rank_bounds(
     parsed = None if head is None else Head.parse(head)
     rows, columns = _block_size(block_contexts, block_words, width or LEAST_BLOCK, contexts, source.words)
     generator = torch.Generator().manual_seed(seed)
-    checks = EntryChecks(log_probs=log_probs)
     block = _cut_block(
         source,
         _drawn(rows, contexts, generator),
         _drawn(columns, source.words, generator),
         began,
         progress,
-        checks=checks,
+        EntryChecks(log_probs=log_probs),
     )
     if block.contexts != contexts:
         raise ValueError(f"{source.description} ended after {block.contexts} contexts, expected {contexts}")
@@ -172,10 +172,9 @@ def _cut_block(
     columns_C: Tensor,
     began: float,
     progress: OnProgress | None,
-    checks: EntryChecks | None = None,
+    checks: EntryChecks,
 ) -> _Block:
     """Read all rows once: the sum of squares of all entries, and the entries of some rows and columns."""
-    checks = checks or EntryChecks(log_probs=True)
     parts: list[Tensor] = []
     squares, done, single = 0.0, 0, False
     for number, block_BM in enumerate(tensors(source, 0), start=1):
@@ -185,8 +184,8 @@ def _cut_block(
         single |= values_BM.dtype == torch.float32
         inside = rows_R[(rows_R >= done) & (rows_R < done + len(block_BM))] - done
         if len(inside):
-            chosen = block_BM[inside.to(block_BM.device)][:, columns_C.to(block_BM.device)]
-            parts.append(chosen.to(torch.float64))
+            chosen = block_BM.index_select(1, columns_C.to(block_BM.device))
+            parts.append(chosen.index_select(0, inside.to(block_BM.device)).to(torch.float64))
         done += len(block_BM)
         if progress is not None:
             seconds = time.perf_counter() - began
@@ -346,9 +345,12 @@ def _different_rows(tensors_N: list[Tensor]) -> int:
 def _row_digests(tensors_N: list[Tensor]) -> Iterator[bytes]:
     for first in range(0, len(tensors_N[0]), 2**12):
         parts = [tensor[first : first + 2**12].detach().cpu() for tensor in tensors_N]
-        flat = [part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in parts]
-        for row in torch.cat(flat, 1).numpy():
-            yield hashlib.blake2b(row.data, digest_size=16).digest()
+        bits = [part.reshape(len(part), -1).contiguous().view(torch.uint8).numpy() for part in parts]
+        for rows in zip(*bits, strict=True):
+            digest = hashlib.blake2b(digest_size=16)
+            for row in rows:
+                digest.update(row.data)
+            yield digest.digest()
 
 
 # --- the border -----------------------------------------------------------------------------------------------------
@@ -360,11 +362,11 @@ def _check_rule(rule: str) -> None:
 
 
 def _block_size(rows: int | None, columns: int | None, width: int, contexts: int, words: int) -> tuple[int, int]:
-    side = max(LEAST_BLOCK, BLOCK_WIDTHS * (width + 2))
+    least_rows, least_columns = (max(LEAST_BLOCK, times * (width + 2)) for times in (BLOCK_CONTEXTS, BLOCK_WORDS))
     for name, asked in (("block_contexts", rows), ("block_words", columns)):
         if asked is not None and asked < 1:
             raise ValueError(f"{name} must be at least 1, got {asked}")
-    return min(contexts, rows or side), min(words, columns or side)
+    return min(contexts, rows or least_rows), min(words, columns or least_columns)
 
 
 def _drawn(count: int, among: int, generator: torch.Generator) -> Tensor:

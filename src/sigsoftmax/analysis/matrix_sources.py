@@ -118,11 +118,13 @@ def concatenated(sources: Sequence[MatrixSource], *, description: str | None = N
     """Sources one after another, for instance the files of a matrix that was written in parts."""
     if not sources:
         raise ValueError("expected at least one source, got none")
-    for number, source in enumerate(sources):
-        if source.words != sources[0].words:
+    widths = {number: source.words for number, source in enumerate(sources) if source.words is not None}
+    first = min(widths, default=0)
+    for number, words in widths.items():
+        if words != widths[first]:
             raise ValueError(
-                f"all parts must have the same words, but part 0 has {sources[0].words} and part {number} has "
-                f"{source.words}"
+                f"all parts must have the same words, but part {first} has {widths[first]} and part {number} has "
+                f"{words}"
             )
     known = [source.contexts for source in sources if source.contexts is not None]
     can_seek = all(source.can_seek for source in sources) and len(known) == len(sources)
@@ -138,7 +140,7 @@ def concatenated(sources: Sequence[MatrixSource], *, description: str | None = N
         description=description or " and ".join(source.description for source in sources),
         blocks=blocks,
         contexts=sum(known) if len(known) == len(sources) else None,
-        words=sources[0].words,
+        words=widths.get(first),
         can_seek=can_seek,
         dtype=sources[0].dtype,
     )

@@ -27,10 +27,14 @@ class Progress:
     def __str__(self) -> str:
         if self.total_contexts is None:
             return f"{self.phase}: {self.contexts:,} contexts in {_duration(self.seconds)}"
+        if self.seconds_left is None:
+            return (
+                f"{self.phase}: {self.contexts:,} of {self.total_contexts:,} contexts after {_duration(self.seconds)}"
+            )
         done = self.contexts / self.total_contexts
         bar = "#" * round(BAR * done)
-        left = "" if self.seconds_left is None else f", {_duration(self.seconds_left)} left"
-        return f"{self.phase} [{bar:<{BAR}}] {self.contexts:,} of {self.total_contexts:,} contexts{left}"
+        left = _duration(self.seconds_left)
+        return f"{self.phase} [{bar:<{BAR}}] {self.contexts:,} of {self.total_contexts:,} contexts, {left} left"
 
 
 OnProgress = Callable[[Progress], None]

@@ -111,7 +111,8 @@ def describe(found: Spectrum) -> str:
     ]
     for count in found.ranks():
         formula = RULES[count.rule].formula if count.rule in RULES else "the noise floor"
-        lines.append(f"  rank {count.text} above {count.threshold:.3g} ({count.rule}: {formula})")
+        rank = "not counted at" if count.rank is None else f"rank {count.text} above"
+        lines.append(f"  {rank} {count.threshold:.3g} ({count.rule}: {formula})")
     lines.append(
         f"  stable rank {found.stable_rank:.4g} (sum sigma^2 / sigma_max^2), effective rank {found.effective_rank:.4g} "
         "(exp of the entropy of sigma / sum sigma)"

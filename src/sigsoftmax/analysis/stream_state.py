@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["StreamState", "deferred_interrupt", "load_state", "save_state"]
+__all__ = ["StreamState", "check_same_matrix", "check_writable", "deferred_interrupt", "load_state", "save_state"]
 
 FORMAT = "sigsoftmax spectrum state 1"
 
@@ -33,15 +33,27 @@ def save_state(path: Path, state: StreamState) -> None:
     """Replace the file by one with this state; a kill in between leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = np.frombuffer(json.dumps({"format": FORMAT, **state.about}).encode(), np.uint8)
+    members: dict[str, Any] = {"about": about, **state.arrays}
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         with unfinished.open("wb") as file:
-            np.savez(file, allow_pickle=False, about=about, **state.arrays)
+            np.savez(file, **members)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Find out now, and not after hours, that nothing can be written there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writable = path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()
+    except OSError:
+        writable = False
+    if not writable:
+        raise ValueError(f"the state cannot be written to {path}; name a file in a folder that can be written to")
 
 
 def load_state(path: Path) -> StreamState:

@@ -1,0 +1,79 @@
+"""Two processes train a patched model as one does: DDP, and FSDP with the output layer in the root or on its own."""
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.distributed as dist
+from tests.integrations.huggingface.tiny import tiny, tokens
+from torch import multiprocessing
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sigsoftmax.integrations.huggingface import apply_output_function
+
+FUNCTION = "gss(k=learned:0.5)"
+WAYS = {
+    "ddp": lambda model: DistributedDataParallel(model),
+    "fsdp": lambda model: sharded(model),
+    "fsdp, output layer apart": lambda model: sharded(model, apart=True),
+}
+
+
+def sharded(model, *, apart=False):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if apart:
+        fully_shard(model.lm_head)
+    return fully_shard(model)
+
+
+def model_of(name):
+    return apply_output_function(tiny(name), FUNCTION).train()
+
+
+def gradients(model):
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        found[name.removeprefix("module.")] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
+
+
+def process(rank, folder, way, name):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    # In a function of its own: DDP waits forever if it is freed after its process group.
+    found = gradients_of_part(rank, way, name)
+    if rank == 0:
+        torch.save(found, f"{folder}/gradients.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def gradients_of_part(rank, way, name):
+    ids = tokens(4, 7)[2 * rank : 2 * rank + 2]
+    model = WAYS[way](model_of(name))
+    output = model(input_ids=ids, labels=ids)
+    assert output.logits is None
+    output.loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("ddp", "llama tied"), ("fsdp", "llama tied"), ("fsdp", "llama"), ("fsdp, output layer apart", "llama")],
+)
+def test_two_processes_get_the_gradients_of_one(tmp_path, way, name):
+    multiprocessing.spawn(process, (str(tmp_path), way, name), nprocs=2)
+    model = model_of(name)
+    ids = tokens(4, 7)
+    model(input_ids=ids, labels=ids).loss.backward()
+    found, wanted = torch.load(tmp_path / "gradients.pt"), gradients(model)
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(
+            found[key], gradient, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+        )

@@ -1,0 +1,81 @@
+"""Tiny random language models, and what their losses are when they are written down plainly."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+V = 23
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    # Larger than usual, so that logits differ from each other and from 0.
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def config(name: str, **changes: Any) -> PreTrainedConfig:
+    sizes = SIZES | changes
+    heads = {"head_dim": 8}
+    gpt2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.4}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    tokens = {key: sizes[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    makers: dict[str, Callable[[], PreTrainedConfig]] = {
+        "llama": lambda: LlamaConfig(**sizes),
+        "llama tied": lambda: LlamaConfig(**sizes, tie_word_embeddings=True),
+        "gpt2": lambda: GPT2Config(**tokens, **gpt2, **no_dropout),
+        "qwen2": lambda: Qwen2Config(**sizes),
+        "qwen3": lambda: Qwen3Config(**sizes, **heads),
+        "gemma": lambda: GemmaConfig(**sizes, **heads),
+        # A cap that binds: logits of these models lie within some tens.
+        "gemma2": lambda: Gemma2Config(**sizes, **heads, final_logit_softcapping=4.0),
+        "granite": lambda: GraniteConfig(**sizes, logits_scaling=3.0),
+        "cohere": lambda: CohereConfig(**sizes, logit_scale=0.3),
+    }
+    return makers[name]()
+
+
+NAMES = ("llama", "llama tied", "gpt2", "qwen2", "qwen3", "gemma", "gemma2", "granite", "cohere")
+
+
+def tiny(name: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    # Not `.to(dtype)`, which would round the frequencies of rotary embeddings, too.
+    return AutoModelForCausalLM.from_config(config(name, **changes), dtype=dtype)
+
+
+def tokens(batch: int = 3, length: int = 7, *, seed: int = 1, classes: int = V) -> Tensor:
+    return torch.randint(classes, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def phi(z: Tensor) -> Tensor:
+    return z + F.logsigmoid(z)
+
+
+def plain_loss(logits_BLV: Tensor, labels_BL: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Softmax cross-entropy of the token after each position."""
+    return F.cross_entropy(
+        logits_BLV[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten(), ignore_index=-100, reduction=reduction
+    )

@@ -1,0 +1,96 @@
+"""Exported graphs in onnxruntime: output layers, mixtures and patched models give the numbers that torch gives."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+import onnxruntime
+import torch
+from torch import nn
+
+from sigsoftmax import MixtureOutputLayer, OutputLayer, family
+from sigsoftmax.integrations import onnx
+from sigsoftmax.integrations.onnx import export_onnx
+
+
+def run(path, **inputs):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0])
+
+
+def layer_agrees(layer, path, width=8):
+    layer.train()
+    export_onnx(layer, path)
+    assert layer.training
+    # Far from zero, too, and another number of tokens than it was exported with.
+    for scale in (1.0, 50.0):
+        hidden = scale * torch.randn(11, width)
+        with torch.no_grad():
+            torch.testing.assert_close(run(path, hidden=hidden), layer.eval()(hidden), rtol=1e-4, atol=1e-4)
+
+
+def test_relu_keeps_its_eps(tmp_path):
+    # The optimiser of onnxscript drops it, and gives classes at or below zero the probability 0.
+    layer_agrees(OutputLayer(8, 30, function="relu"), tmp_path / "layer.onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [*(member.name for member in family.table()), "shifted_sigsoftmax(b=per_class:1)"])
+def test_output_layers(tmp_path, function):
+    layer_agrees(OutputLayer(8, 30, function=function), tmp_path / "layer.onnx")
+
+
+@pytest.mark.slow
+def test_mixtures(tmp_path):
+    layer_agrees(MixtureOutputLayer(8, 5, 30, components=3), tmp_path / "layer.onnx")
+
+
+def patched_model_agrees(name, path):
+    from tests.integrations.huggingface.tiny import phi, tiny, tokens
+
+    from sigsoftmax.integrations.huggingface import apply_output_function, remove_output_function
+
+    model = apply_output_function(tiny(name, num_hidden_layers=1), "sigsoftmax").eval()
+    export_onnx(model, path)
+    ids = tokens(3, 11)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    plain = remove_output_function(copy.deepcopy(model))
+    with torch.no_grad():
+        wanted = phi(plain(ids, attention_mask=mask).logits)
+    logits = run(path, input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(logits[mask.bool()], wanted[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def test_a_patched_model(tmp_path):
+    pytest.importorskip("transformers")
+    patched_model_agrees("llama", tmp_path / "model.onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma2", "granite"])
+def test_other_patched_models(tmp_path, name):
+    pytest.importorskip("transformers")
+    patched_model_agrees(name, tmp_path / "model.onnx")
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected an OutputLayer, a MixtureOutputLayer or a language model"):
+        export_onnx(nn.Linear(2, 2), tmp_path / "linear.onnx")
+
+
+def test_a_graph_that_differs_is_not_handed_over_in_silence(tmp_path, monkeypatch):
+    layer = OutputLayer(8, 30)
+    monkeypatch.setattr(onnx, "TOLERANCE", -1.0)
+    with pytest.raises(RuntimeError, match="do not use it"):
+        export_onnx(layer, tmp_path / "layer.onnx")
+    export_onnx(layer, tmp_path / "layer.onnx", check=False)
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
+    with pytest.raises(ImportError, match=r"pip install 'sigsoftmax\[onnx\]'"):
+        export_onnx(OutputLayer(8, 30), tmp_path / "layer.onnx")
