@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-lm reproduction-docs build check clean
+.PHONY: help venv browser demo test slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-lm reproduction-docs build check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -60,6 +60,10 @@ bench-gpu: $(VENV)/.installed-dev ## speed, memory and gradient errors on a CUDA
 
 bench-docs: $(VENV)/.installed-dev ## tables and pictures of docs/benchmarks.md, from benchmarks/records
 	$(BIN)/python benchmarks/write_docs.py $(ARGS)
+	$(BIN)/python benchmarks/write_docs.py --records benchmarks/records/huggingface --page docs/huggingface.md $(ARGS)
+
+bench-huggingface: $(VENV)/.installed-dev ## a training step of a patched Hugging Face model beside the plain one
+	$(BIN)/python benchmarks/huggingface.py $(ARGS)
 
 bench-lm: $(VENV)/.installed-dev ## the first epochs of the paper's recipes on a CUDA device: hours on a small one
 	$(BIN)/python benchmarks/language_models.py bf16 mixtures alone dynamic ranks float32 $(ARGS)

@@ -75,7 +75,7 @@ CASES = (
     Case(
         name="bounds",
         words=128_000,
-        contexts=8192,
+        contexts=4096,
         width=2048,
         functions=("softmax", "sigsoftmax"),
         bounds=True,

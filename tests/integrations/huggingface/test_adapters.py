@@ -20,7 +20,8 @@ from sigsoftmax.integrations.huggingface import (
     remove_output_function,
     token_log_likelihoods,
 )
-from sigsoftmax.integrations.huggingface.patching import PatchedModel, language_model
+from sigsoftmax.integrations.huggingface.patched_model import PatchedModel
+from sigsoftmax.integrations.huggingface.patching import language_model
 
 # PEFT looks for the vocabulary of a model under its name, and a patched model has one that leads nowhere.
 pytestmark = pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BartConfig, BartForCausalLM, Llam
 from sigsoftmax import OutputFunction, register_function
 from sigsoftmax.integrations.huggingface import apply_output_function, remove_output_function
 from sigsoftmax.integrations.huggingface.head_function import LogitAdjustment
-from sigsoftmax.integrations.huggingface.patching import PatchedModel
+from sigsoftmax.integrations.huggingface.patched_model import PatchedModel
 
 
 def trained(tmp_path, name="llama"):
@@ -245,6 +245,37 @@ def test_an_output_layer_that_is_replaced_later():
     model.lm_head.weight = model.lm_head[0].weight
     with pytest.warns(UserWarning, match="other than a plain linear map"):
         torch.testing.assert_close(model(ids, labels=ids).loss, wanted)
+
+
+def test_hooks_of_accelerate_lead_to_the_patched_forward_pass_and_back():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = tiny().eval()
+    ids = tokens()
+    z = model(ids).logits
+    # What a device_map does to a model that it spreads over devices.
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook(io_same_device=True))
+    apply_output_function(model, "sigsoftmax")
+    torch.testing.assert_close(model(ids).logits, phi(z))
+    assert model.train()(ids, labels=ids).logits is None
+    remove_output_function(model)
+    assert torch.equal(model.eval()(ids).logits, z)
+
+
+def test_a_forward_pass_that_bypasses_the_class_is_refused():
+    model = tiny()
+    own = model.forward
+    model.forward = lambda *arguments, **options: own(*arguments, **options)
+    with pytest.raises(ValueError, match="patch the model before that"):
+        apply_output_function(model, "sigsoftmax")
+    assert type(model) is LlamaForCausalLM
+    assert not hasattr(model.config, "sigsoftmax")
+
+
+def test_a_replacement_that_fails_leaves_the_function_that_was():
+    model = apply_output_function(tiny(), "sigsoftmax")
+    with pytest.raises(ValueError, match="has 5 values"):
+        apply_output_function(model, OutputFunction("shifted_sigsoftmax", b=torch.zeros(5)))
+    assert str(model.output_function.function) == "sigsoftmax"
 
 
 def test_a_request_that_fails_leaves_nothing_waiting(monkeypatch):

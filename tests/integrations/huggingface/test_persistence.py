@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Tra
 
 from sigsoftmax import OutputFunction, register_function
 from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, apply_output_function, from_pretrained
-from sigsoftmax.integrations.huggingface.patching import PatchedModel
+from sigsoftmax.integrations.huggingface.patched_model import PatchedModel
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +171,7 @@ def test_without_this_package_nothing_runs_the_model(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        env={**os.environ, "HF_HOME": str(tmp_path / "cache")},
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.split("RESULTS")[1])
@@ -190,7 +192,9 @@ def test_a_reader_that_trusts_the_folder_gets_the_right_model(tmp_path):
         torch.save(model.eval()(torch.tensor([[1, 2, 3]])).logits, sys.argv[1] + "/logits.pt")
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    # transformers copies such code to a cache, which is to be that of the test.
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
+    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, env=environment)
     logits = torch.load(tmp_path / "logits.pt")
     torch.testing.assert_close(logits, model.eval()(torch.tensor([[1, 2, 3]])).logits)
 

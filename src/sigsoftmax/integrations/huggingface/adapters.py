@@ -125,5 +125,5 @@ def _peft(path: str) -> Any:
     try:
         import peft
     except ImportError:
-        raise ImportError(f"{path} is an adapter, and needs peft: pip install 'sigsoftmax[hf]'") from None
+        raise ImportError(f"{path} is an adapter, and needs peft: pip install peft") from None
     return peft

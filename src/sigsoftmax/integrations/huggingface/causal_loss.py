@@ -95,7 +95,7 @@ def loss_of_hidden(
     weight_Vd, bias_V = _whole(layer.weight), _whole(layer.bias)
     if weight_Vd.numel() == 0:
         raise ValueError(
-            "the weight of the output layer is empty outside of its forward pass (DeepSpeed ZeRO-3 does that); use "
+            "the weight of the output layer is not there when the loss needs it (DeepSpeed ZeRO-3 may do that); use "
             "ZeRO-2 or FSDP, or pass logits_with_labels='always' to apply_output_function"
         )
     if scale != 1.0:

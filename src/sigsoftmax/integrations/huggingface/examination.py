@@ -71,7 +71,7 @@ def examine(model: Any) -> Examined:
     layer = output_layer(model)
     if any(tensor.is_meta for tensor in (layer.weight, *model.parameters())) and not hasattr(model, "hf_device_map"):
         raise ValueError(f"{name} has parameters on the meta device; load its weights before you patch it")
-    if not hasattr(type(model), "loss_function") or "labels" not in inspect.signature(model.forward).parameters:
+    if not hasattr(type(model), "loss_function") or "labels" not in inspect.signature(type(model).forward).parameters:
         raise ValueError(f"{name} computes no loss of labels, so it is not a causal language model of transformers")
     # Other numbers the second time, of another sum and norm: a term that depends on the logits then shows in the loss.
     other_probe = tuple(0.25 * value for value in PROBE[::-1])
@@ -89,6 +89,11 @@ def examine(model: Any) -> Examined:
         adjustment=adjustment or LogitAdjustment(),
         why_stored=_why_stored(layer, first, adjustment),
     )
+
+
+def probe_logits(model: Any) -> Tensor:
+    """What the model returns, (1, 2, V), if its output layer gives known numbers."""
+    return _run(model, output_layer(model), PROBE, loss=0.0).returned_BLV
 
 
 def _why_stored(layer: Any, seen: _Seen, adjustment: LogitAdjustment | None) -> str | None:
@@ -125,7 +130,7 @@ def _run(model: Any, layer: nn.Module, probe: tuple[float, ...], *, loss: float)
     device = model.get_input_embeddings().weight.device
     ids_BL = torch.zeros(1, 2, dtype=torch.long, device=model.device if device.type == "meta" else device)
     labels_BL = torch.tensor([[1, 0]], device=ids_BL.device)
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(type(model).forward).parameters
     options = {"use_cache": False} if "use_cache" in accepted else {}
     with _evaluating(model), _loss_function(model, recorded), torch.no_grad():
         handle = layer.register_forward_hook(known_numbers)

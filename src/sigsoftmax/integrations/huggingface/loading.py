@@ -18,13 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from sigsoftmax.border import Function
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.integrations.huggingface import adapters, checkpoints
-from sigsoftmax.integrations.huggingface.patching import (
-    apply_output_function,
-    is_patched,
-    language_model,
-    patch,
-    patched_class,
-)
+from sigsoftmax.integrations.huggingface.patched_model import is_patched, patched_class
+from sigsoftmax.integrations.huggingface.patching import apply_output_function, language_model, patch
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 

@@ -19,7 +19,8 @@ from transformers import TrainerCallback
 
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.integrations.huggingface.causal_loss import LossOptions
-from sigsoftmax.integrations.huggingface.patching import is_patched, language_model, patch
+from sigsoftmax.integrations.huggingface.patched_model import is_patched
+from sigsoftmax.integrations.huggingface.patching import language_model, patch
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = Tensor | Mapping[str, Any]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigsoftmax.integrations.huggingface.patching import Scores, is_patched, language_model
+from sigsoftmax.integrations.huggingface.patched_model import Scores, is_patched
+from sigsoftmax.integrations.huggingface.patching import language_model
 
 IGNORED = -100
 
