@@ -49,10 +49,10 @@ def live(folder, recipe, kill_at):
     small_trainer(folder, recipe=recipe, checkpoint_updates=4).run()
 
 
-def kill_often(folder, kills, seed):
+def kill_often(folder, kills, seed, epochs):
     """Forks lives of the run until it has been killed so often, then lets it end; prints the kills it took."""
     rng = random.Random(seed)
-    recipe = small_recipe(epochs=60)
+    recipe = small_recipe(epochs=epochs)
     deaths = inside = 0
     while True:
         kill_at = rng.randrange(8, 220) if rng.random() < 0.5 and deaths < kills else None
@@ -76,11 +76,11 @@ def kill_often(folder, kills, seed):
     sys.stdout.write(f"{deaths} {inside}")
 
 
-def run_killed(folder, kills, seed):
+def run_killed(folder, kills, seed, epochs):
     # A process of its own: forking this one would copy its threads' locks.
     script = (
         "from pathlib import Path; from tests.lm.test_kills import kill_often; "
-        f"kill_often(Path({str(folder)!r}), {kills}, {seed})"
+        f"kill_often(Path({str(folder)!r}), {kills}, {seed}, {epochs})"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
@@ -89,10 +89,11 @@ def run_killed(folder, kills, seed):
 
 
 def check_kills(tmp_path, kills, seed):
-    deaths, inside = run_killed(tmp_path / "killed", kills, seed)
+    epochs = 3 * kills  # long enough to be killed so often
+    deaths, inside = run_killed(tmp_path / "killed", kills, seed, epochs)
     assert deaths == kills
     assert inside >= kills // 4
-    assert run_killed(tmp_path / "whole", 0, seed) == [0, 0]
+    assert run_killed(tmp_path / "whole", 0, seed, epochs) == [0, 0]
     assert_same_end(tmp_path / "whole", tmp_path / "killed")
     assert not list((tmp_path / "killed").glob(".*")), "nothing half-written is left"
 
