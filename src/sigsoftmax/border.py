@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.backends import reference
+from sigsoftmax.backends import dispatch, reference
 from sigsoftmax.family import OutputFunction
 
 Function = str | OutputFunction
+MIB = 2**20
 
 
 class Product(NamedTuple):
@@ -76,12 +77,26 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dty
     return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def log_prior(prior_logits: Tensor, member: OutputFunction, prior_function: Function | None) -> Tensor:
-    """Log-probabilities of the components, in the arithmetic's dtype; K is small, so this is plain torch."""
+def log_prior(
+    prior_logits: Tensor, member: OutputFunction, prior_function: Function | None, backend: str | None = None
+) -> Tensor:
+    """Log-probabilities of the components, in the arithmetic's dtype; K is small, so plain torch does on a CPU."""
     if prior_function is None:
         prior_function = "softmax" if member.definition.parameters else member
     prior = OutputFunction.parse(prior_function)
-    return reference.log_probs(prior_logits, prior.form, prior.arguments(prior_logits.shape[-1]))
+    arguments = prior.arguments(prior_logits.shape[-1])
+    try:
+        chosen = dispatch.choose(backend, prior.form, prior_logits.dtype, (prior_logits, *arguments))
+    except ValueError:
+        # A backend that was asked for by name serves the components, and need not serve the prior.
+        chosen = "reference"
+    if chosen == "triton" and not torch.compiler.is_compiling():
+        from sigsoftmax.backends.triton import priors, rows
+
+        values = rows.fixed_values(arguments)
+        if values is not None and prior_logits.shape[-1] <= priors.MOST_COMPONENTS:
+            return priors.log_prior(prior_logits, prior.form, values)
+    return reference.log_probs(prior_logits, prior.form, arguments)
 
 
 def needs_gradient(tensor: Tensor | None) -> bool:
@@ -92,9 +107,13 @@ def autocasts(tensor: Tensor) -> bool:
     return torch.is_autocast_enabled(tensor.device.type)
 
 
-def default_chunk_bytes(chunk_bytes: int | None, device: torch.device) -> int:
+def default_chunk_bytes(chunk_bytes: int | None, device: torch.device, mixture_classes: int | None = None) -> int:
+    """On a GPU, what its products need to run at full speed: for a mixture 4,096 rows, which a token has K of."""
     if chunk_bytes is None:
-        return 32 * 2**20 if device.type == "cpu" else 512 * 2**20
+        if device.type == "cpu":
+            return 32 * MIB
+        largest = 576 * MIB
+        return largest if mixture_classes is None else min(largest, max(64 * MIB, 4096 * 2 * mixture_classes))
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
         raise ValueError(f"chunk_bytes must be a positive number of bytes, got {chunk_bytes!r}")
     return chunk_bytes

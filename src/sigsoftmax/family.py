@@ -282,8 +282,7 @@ class OutputFunction:
                 )
             values[key] = value
         return [
-            a if isinstance(a, Tensor) else torch.full((), a, dtype=torch.float64)
-            for a in self.definition.arguments(**values)
+            a if isinstance(a, Tensor) else _scalar(a) for a in self.definition.arguments(**values)
         ]
 
     def phi(self, z: Tensor) -> Tensor:
@@ -332,6 +331,21 @@ class OutputFunction:
     def __reduce__(self) -> tuple[Callable[..., OutputFunction], tuple[str, dict[str, Value]]]:
         # By name: a definition holds functions, and the reader has its own.
         return _with_values, (self.name, self.given)
+
+
+_SCALARS: dict[float, Tensor] = {}
+
+
+def _scalar(value: float) -> Tensor:
+    """A fixed number as a tensor on the CPU, made once: for a small loss on a GPU, making it takes its share of time."""
+    known = None if torch.compiler.is_compiling() else _SCALARS.get(value)
+    if known is not None:
+        return known
+    made = torch.full((), value, dtype=torch.float64, device="cpu")
+    # What a mode makes (fake, functional, inference) is of no use outside it.
+    if type(made) is Tensor and not torch.compiler.is_compiling() and not made.is_inference():
+        _SCALARS[value] = made
+    return made
 
 
 def _with_values(name: str, given: dict[str, Value]) -> OutputFunction:

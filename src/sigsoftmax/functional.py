@@ -94,7 +94,7 @@ def mixture_log_probs(
     check_prior(input, prior_logits)
     check_nonnegative("floor", floor)
     arguments = member.arguments(product.num_classes)
-    log_prior_NK = product.flat(log_prior(prior_logits, member, prior_function))
+    log_prior_NK = product.flat(log_prior(prior_logits, member, prior_function, backend))
     tensors = (input, prior_logits, linear_weight, linear_bias, *arguments)
     if dispatch.choose(backend, member.form, product.dtype, tensors) == "reference":
         logits_NKV = product.logits(input, linear_weight, linear_bias)
@@ -111,7 +111,7 @@ def mixture_log_probs(
             arguments,
             member.form.name,
             floor,
-            default_chunk_bytes(chunk_bytes, input.device),
+            default_chunk_bytes(chunk_bytes, input.device, product.num_classes),
             product.dtype,
             needs,
         )
@@ -255,10 +255,12 @@ def linear_cross_entropy(
     ``input`` is (..., d), ``linear_weight`` (V, d), ``target`` (...) of class indices or (..., V) of probabilities.
     ``weight_gradient`` says how the gradient of a weight of low precision is summed over chunks: ``fast`` in its own
     dtype, ``buffered`` in a float32 buffer, ``exact`` by one product for each range of classes, at the price of a
-    fourth product; float32 weights are summed in place. ``auto`` is exact on a GPU and buffered on a CPU.
+    fourth product; float32 weights are summed in place. ``auto`` is buffered on a CPU and where
+    the buffer is small beside a chunk, else exact.
 
-    Logits exist a chunk of ``chunk_bytes`` at a time (32 MiB by default on a CPU). Input and weight may differ in
-    dtype: the products run in the input's (under autocast in autocast's), the weight keeps a gradient of its own.
+    Logits exist a chunk of ``chunk_bytes`` at a time (by default 32 MiB on a CPU, 576 MiB on a GPU). Input and weight
+    may differ in dtype: the products run in the input's (under autocast in autocast's), the weight keeps a gradient of
+    its own.
     """
     product = Product.of(input, linear_weight, linear_bias, components=False)
     return Loss(
@@ -351,7 +353,7 @@ def mixture_cross_entropy(
         z_loss=z_loss,
         extras=extras,
         backend=backend,
-        chunk_bytes=default_chunk_bytes(chunk_bytes, input.device),
+        chunk_bytes=default_chunk_bytes(chunk_bytes, input.device, product.num_classes),
         device=input.device,
         floor=floor,
         weight_gradient=weight_gradient,
@@ -359,5 +361,5 @@ def mixture_cross_entropy(
         product.hidden(input),
         linear_weight,
         linear_bias,
-        product.flat(log_prior(prior_logits, member, prior_function)),
+        product.flat(log_prior(prior_logits, member, prior_function, backend)),
     )

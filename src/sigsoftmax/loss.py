@@ -77,9 +77,6 @@ class Loss:
         if weight_gradient not in get_args(WeightGradient):
             choices = ", ".join(map(repr, get_args(WeightGradient)))
             raise ValueError(f"weight_gradient must be one of {choices}, got {weight_gradient!r}")
-        if weight_gradient == "auto":
-            # Chunks of a GPU can be walked by classes; on a CPU the buffer costs less than a product.
-            weight_gradient = "buffered" if device.type == "cpu" else "exact"
         self.weight_gradient = weight_gradient
         if reduction not in ("none", "mean", "sum"):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
@@ -185,7 +182,7 @@ class Loss:
                 self.floor,
                 self.ignore_index,
                 self.chunk_bytes,
-                self.weight_gradient,
+                self._weight_gradient_for(linear_weight),
                 self.product_dtype,
                 "argmax" in self.extras,
                 "entropy" in self.extras,
@@ -207,6 +204,17 @@ class Loss:
         if not self.wants_extras:
             return loss
         return loss, self._extras(log_normalizer_NK, argmax_N, entropy_N, is_mixture=log_prior_NK is not None)
+
+    def _weight_gradient_for(self, linear_weight: Tensor | None) -> str:
+        if self.weight_gradient != "auto":
+            return self.weight_gradient
+        if linear_weight is None or linear_weight.device.type == "cpu":
+            # A CPU cannot walk classes; there the buffer costs less than a product.
+            return "buffered"
+        # All ranks of a group must decide alike.
+        classes = self.num_classes if self.shard is None else self.shard.largest
+        buffer_bytes = 4 * classes * linear_weight.shape[1]
+        return "buffered" if 2 * buffer_bytes <= self.chunk_bytes else "exact"
 
     def _reference(
         self,

@@ -24,17 +24,18 @@ def is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(tensor) is not Tensor
 
 
-def times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Gradient times the incoming gradient, in place where nobody will ask for it again."""
+def times(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+    """Gradients times the incoming gradient, in place where nobody will ask for them again."""
     if is_traced(factor) or _keeps_graph():
-        return gradient * factor.to(gradient.dtype)
+        return [gradient * factor.to(gradient.dtype) for gradient in gradients]
     if factor.device.type == "cpu" and bool(factor == 1):
-        return gradient
+        return list(gradients)
     if factor.device.type == "cuda" and dispatch.has_triton():
         from sigsoftmax.backends.triton.scaling import scale_in_place
 
-        return scale_in_place(gradient, factor)
-    return gradient.mul_(factor.to(gradient.dtype))
+        scale_in_place(gradients, factor)
+        return list(gradients)
+    return [gradient.mul_(factor.to(gradient.dtype)) for gradient in gradients]
 
 
 def _keeps_graph() -> bool:

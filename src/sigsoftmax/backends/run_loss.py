@@ -44,8 +44,22 @@ def run_loss(
         validation.check_class_weight(class_weight_V)
     make_routines = dispatch.row_routines(backend)
     if backend == "triton" and shard is None and not validation.wants_messages(target.device):
-        from sigsoftmax.backends.triton import plain, rows
+        from sigsoftmax.backends.triton import mixtures, plain, rows
 
+        if log_prior_NK is not None and mixtures.is_served(source, target, options):
+            return mixtures.mixture_loss(
+                source,
+                form,
+                arguments,
+                target,
+                log_prior_NK,
+                class_weight_V,
+                scale_N,
+                options,
+                is_mean=is_mean,
+                wants_gradient=wants_gradient,
+                needs_arguments=needs_arguments,
+            )
         if plain.is_plain(source, target, log_prior_NK, options):
             routines = rows.TritonRows(form, arguments, source.logits_like, needs_arguments)
             total, result = plain.plain_loss(

@@ -227,7 +227,7 @@ def _token_loss_gradients(
         losses, *gradients = (tensor.detach() for tensor in saved[:6])
         if ctx.needs_scale:
             by_scale = losses * by_total
-        gradients = [times(gradient, by_total) for gradient in gradients]
+        gradients = times(gradients, by_total)
     else:
         hidden, weight, bias, log_prior, target, class_weight = saved[:6]
         is_mean, *options, _, needs = ctx.options

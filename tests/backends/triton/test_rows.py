@@ -474,11 +474,15 @@ def test_no_nan_for_any_finite_logit(member: Member, options: Options) -> None:
 # The incoming gradient
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 0.25, 0.0])
-def test_scaling(dtype: torch.dtype, factor: float) -> None:
-    values = torch.randn(9001, device=DEVICE).to(dtype)
-    expected = values * factor
-    scaling.scale_kernel[(2,)](values[:-1], torch.tensor(factor, device=DEVICE), 9000, BLOCK=1024)
-    assert torch.equal(values[:-1], expected[:-1])
-    assert values[-1] == expected[-1] / factor if factor else values[-1] != 0, "written beyond the end"
+def test_scaling(factor: float) -> None:
+    sizes = (9001, 1, 0, 4097)
+    memory = [
+        torch.randn(size + 1, device=DEVICE, dtype=dtype) for size in sizes for dtype in (torch.float32, torch.float16)
+    ]
+    memory = memory[: scaling.MOST]
+    expected = [values * factor for values in memory]
+    scaling.scale_in_place([values[:-1] for values in memory], torch.tensor(factor, device=DEVICE))
+    for found, right in zip(memory, expected, strict=True):
+        assert torch.equal(found[:-1], right[:-1])
+        assert found[-1] * factor == right[-1], "written beyond the end"

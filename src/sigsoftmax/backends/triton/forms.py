@@ -31,6 +31,33 @@ def reciprocal(x):
 
 
 @triton.jit
+def widened(x):
+    """In float32; two bfloat16 of one register by one operation each, where the compiler takes three."""
+    if IS_INTERPRETED or x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def log2(x, IS_ROUGH: tl.constexpr):
+    """Rough: the hardware's, off by 2^-22 at most between 1 and 2."""
+    if IS_ROUGH and not IS_INTERPRETED:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
@@ -89,3 +116,45 @@ def slope(z, alpha, beta, c, FORM: tl.constexpr):
         return tl.where(z > 0, 1.0 / (tl.maximum(z, 0.0) + alpha), 0.0)
     else:
         return 4.0 * sigmoid(2.0 * (z / alpha)) * sigmoid(-2.0 * (z / alpha))
+
+
+@triton.jit
+def weight_and_slope(z, anchor, normalizer, alpha, beta, c, centre, FORM: tl.constexpr, IS_ROUGH: tl.constexpr):
+    """g / (e^offset e^normalizer), 0 for a masked class, and the slope of phi.
+
+    Rough: for logits of 16 bits and one c for all classes, by what the hardware approximates.
+    """
+    is_kept = z != -float("inf")
+    if not IS_ROUGH:
+        safe_z = tl.where(is_kept, z, anchor)
+        weight = tl.exp(relative(safe_z, anchor, alpha, beta, c, centre, FORM) - normalizer)
+        slope_z = slope(safe_z, alpha, beta, c, FORM)
+    elif FORM == LOGISTIC:
+        x = z - c
+        left = x < 0
+        fading = tl.exp2(tl.abs(x) * -LOG2_E)
+        # Left of c the line starts at c, or at the anchor where that lies left too.
+        is_bent = anchor > c
+        left_from = tl.where(is_bent, 0.0, anchor - c)
+        left_at = tl.where(is_bent, -alpha * (anchor - c), 0.0) - normalizer
+        right_at = tl.where(is_bent, 0.0, -beta * (anchor - c)) - normalizer
+        slope_left = alpha + beta
+        line = tl.where(left, slope_left * (x - left_from) + left_at, alpha * (z - anchor) + right_at)
+        weight = tl.exp2(line * LOG2_E - beta * log2(1.0 + fading, IS_ROUGH))
+        beyond = beta * (fading * reciprocal(1.0 + fading))
+        slope_z = tl.where(left, slope_left - beyond, alpha + beyond)
+    elif FORM == RELU:
+        positive = tl.maximum(z, 0.0) + alpha
+        weight = positive * (tl.exp(-normalizer) / (tl.maximum(anchor, 0.0) + alpha))
+        slope_z = tl.where(z > 0, reciprocal(positive), 0.0)
+    else:
+        inverse = 1.0 / alpha
+        fading = tl.exp2(tl.abs(z) * (inverse * (-2.0 * LOG2_E)))
+        share = reciprocal(1.0 + fading)
+        magnitude = (1.0 - fading) * share
+        from_anchor = alpha * tl.where(z < 0, -magnitude, magnitude) - alpha * tanh(anchor * inverse)
+        weight = tl.exp2((from_anchor - normalizer) * LOG2_E)
+        slope_z = (4.0 * fading) * (share * share)
+    # NaN where all classes are masked, as under torch's softmax.
+    nothing = normalizer - normalizer
+    return tl.where(is_kept, weight, nothing), tl.where(is_kept, slope_z, 1.0)

@@ -1,6 +1,9 @@
 """Any built-in form on a GPU, with weights over all classes, entropy and gradients of the arguments.
 
-Three passes over a row: its largest logit, the sums, the gradient. The row stays in the caches meanwhile.
+The sum of a row is first tried relative to the largest logit of its first tile, and is kept unless it shows that
+phi is far larger elsewhere; then, and with weights over all classes or shifts per class, a pass over the row finds the
+largest logit and another sums relative to the largest phi met so far. As in ``fast``, few rows are in flight, so that
+passes after the first read from the L2 cache.
 
 Shapes: R rows, V classes.
 """
@@ -11,6 +14,10 @@ import triton
 import triton.language as tl
 
 from sigsoftmax.backends.triton import forms
+
+LARGEST_SUM = tl.constexpr(1e9)
+SMALLEST_SUM = tl.constexpr(1e-4)
+"""The sum of a row relative to its anchor that is kept lies between these; the anchor's own part is near 1."""
 
 
 @triton.jit
@@ -48,7 +55,9 @@ def rows_kernel(
     alpha_value,
     beta_value,
     c_value,
+    R,
     V,
+    rows_of_target,
     first_class,
     FORM: tl.constexpr,
     ALPHA_IS_POINTER: tl.constexpr,
@@ -64,9 +73,6 @@ def rows_kernel(
     ARGUMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    pointer = logits + row.to(tl.int64) * logits_stride
-    dense_pointer = dense + row.to(tl.int64) * dense_stride
     alpha = _argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
     beta = _argument(beta_pointer, beta_value, BETA_IS_POINTER)
     if C_PER_CLASS:
@@ -76,123 +82,173 @@ def rows_kernel(
         c = _argument(c_pointer, c_value, C_IS_POINTER)
         centre = c
     lanes = tl.arange(0, BLOCK)
-    if HAS_INDEX:
-        # A range of classes need not hold the target.
-        y = tl.load(index + row) - first_class
-        has_target = (y >= 0) & (y < V)
-        z_y = tl.load(pointer + y, mask=has_target, other=0.0).to(tl.float32)
-        if C_PER_CLASS:
-            c_y = tl.load(c_pointer + y, mask=has_target, other=0.0).to(tl.float32)
-        else:
-            c_y = c
-    if STATS:
-        largest = tl.full([BLOCK], -float("inf"), tl.float32)
-        for start in range(0, V, BLOCK):
-            position = start + lanes
-            z = tl.load(pointer + position, mask=position < V, other=-float("inf")).to(tl.float32)
-            largest = tl.maximum(largest, z)
-        anchor = tl.max(largest, 0)
-        anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
-        # The largest logit need not have the largest phi: shifts per class, gss with k < 0.
-        top = tl.full([BLOCK], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
-        weighted = tl.zeros([BLOCK], tl.float32)
-        dense_sum = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, V, BLOCK):
-            position = start + lanes
-            z = tl.load(pointer + position, mask=position < V, other=-float("inf")).to(tl.float32)
-            is_kept = z != -float("inf")
-            shift = c
-            if C_PER_CLASS:
-                shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
-            value = forms.relative(tl.where(is_kept, z, anchor), anchor, alpha, beta, shift, centre, FORM)
-            value = tl.where(is_kept, value, -float("inf"))
-            new_top = tl.maximum(top, value)
-            safe_top = tl.where(new_top == -float("inf"), 0.0, new_top)
-            shrink = tl.exp(top - safe_top)
-            weight = tl.exp(value - safe_top)
-            total = total * shrink + weight
-            if HAS_ENTROPY:
-                weighted = weighted * shrink + tl.where(weight == 0, 0.0, weight * value)
-            top = new_top
-            if HAS_DENSE:
-                share = tl.load(dense_pointer + position, mask=position < V, other=0.0)
-                dense_sum += tl.where(position < V, share * value, 0.0)
-        row_top = tl.max(top, 0)
-        row_top = tl.where(row_top == -float("inf"), 0.0, row_top)
-        lane_scale = tl.exp(top - row_top)
-        row_total = tl.sum(total * lane_scale, 0)
-        normalizer = row_top + tl.log(row_total)
-        row_offset = forms.offset(anchor, alpha, beta, c_y if HAS_INDEX else 0.0, centre, FORM)
-        tl.store(anchor_R + row, anchor)
-        tl.store(offset_R + row, row_offset)
-        tl.store(normalizer_R + row, normalizer)
+    IS_ROUGH: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16 and not C_PER_CLASS
+    IS_LEAN: tl.constexpr = not (HAS_DENSE or ARGUMENTS or C_PER_CLASS)
+    for row in range(tl.program_id(0), R, tl.num_programs(0)):
+        row64 = tl.full((), 1, tl.int64) * row
+        pointer = logits + row64 * logits_stride
+        dense_pointer = dense + row64 * dense_stride
         if HAS_INDEX:
-            at_target = forms.relative(
-                tl.where(z_y == -float("inf"), anchor, z_y), anchor, alpha, beta, c_y, centre, FORM
-            )
-            tl.store(target_R + row, tl.where(z_y == -float("inf"), z_y, at_target))
-        if HAS_DENSE:
-            tl.store(dense_R + row, tl.sum(dense_sum, 0))
-        if HAS_ENTROPY:
-            tl.store(entropy_R + row, normalizer - tl.sum(weighted * lane_scale, 0) / row_total)
-    else:
-        anchor = tl.load(anchor_R + row)
-        row_offset = tl.load(offset_R + row)
-        normalizer = tl.load(normalizer_R + row)
-    if GRADIENT:
-        by_n = tl.load(by_normalizer + row)
-        if HAS_Z_SLOPE:
-            z_scale = tl.load(z_slope + row)
-            by_n += tl.where(z_scale == 0, 0.0, z_scale * (row_offset + normalizer))
-        by_s = tl.full((), 0.0, tl.float32)
-        if HAS_INDEX:
-            by_s = tl.load(by_target + row)
-        by_d = tl.full((), 0.0, tl.float32)
-        if HAS_DENSE:
-            by_d = tl.load(by_dense + row)
-        is_used = (by_n != 0) | (by_s != 0) | (by_d != 0)
-        target_pointer = out + row.to(tl.int64) * out_stride
-        by_alpha = tl.zeros([BLOCK], tl.float32)
-        by_beta = tl.zeros([BLOCK], tl.float32)
-        by_c = tl.zeros([BLOCK], tl.float32)
-        sum_by_phi = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, V, BLOCK):
-            position = start + lanes
-            inside = position < V
-            z = tl.load(pointer + position, mask=inside, other=-float("inf")).to(tl.float32)
-            is_kept = z != -float("inf")
-            safe_z = tl.where(is_kept, z, anchor)
-            shift = c
+            # A range of classes need not hold the target.
+            y = tl.load(index + row // rows_of_target) - first_class
+            has_target = (y >= 0) & (y < V)
+            z_y = tl.load(pointer + y, mask=has_target, other=0.0).to(tl.float32)
             if C_PER_CLASS:
-                shift = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)
-            value = forms.relative(safe_z, anchor, alpha, beta, shift, centre, FORM)
-            # NaN where all classes are masked, as under torch's softmax.
-            by_phi = by_n * tl.exp(tl.where(is_kept, value, -float("inf")) - normalizer)
-            if HAS_DENSE:
-                by_phi += by_d * tl.load(dense_pointer + position, mask=inside, other=0.0)
+                c_y = tl.load(c_pointer + y, mask=has_target, other=0.0).to(tl.float32)
+            else:
+                c_y = c
+        if STATS:
+            IS_TRIED: tl.constexpr = not (HAS_DENSE or HAS_ENTROPY or C_PER_CLASS)
+            anchor = tl.full((), 0.0, tl.float32)
+            normalizer = tl.full((), 0.0, tl.float32)
+            is_found = False
+            if IS_TRIED:
+                first = tl.load(pointer + lanes, mask=lanes < V, other=-float("inf")).to(tl.float32)
+                anchor = tl.max(first, 0)
+                anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+                sums = tl.zeros([BLOCK], tl.float32)
+                for start in range(0, V, BLOCK):
+                    position = start + lanes
+                    z = tl.load(
+                        pointer + position, mask=position < V, other=-float("inf"), eviction_policy="evict_last"
+                    )
+                    weight, _ = forms.weight_and_slope(
+                        forms.widened(z), anchor, 0.0, alpha, beta, c, centre, FORM, IS_ROUGH
+                    )
+                    sums += weight
+                row_total = tl.sum(sums, 0)
+                normalizer = tl.log(row_total)
+                is_found = (row_total >= SMALLEST_SUM) & (row_total <= LARGEST_SUM)
+            if not is_found:
+                largest = tl.full([BLOCK], -float("inf"), tl.float32)
+                for start in range(0, V, BLOCK):
+                    position = start + lanes
+                    z = tl.load(pointer + position, mask=position < V, other=-float("inf")).to(tl.float32)
+                    largest = tl.maximum(largest, z)
+                anchor = tl.max(largest, 0)
+                anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+                # The largest logit need not have the largest phi: shifts per class, gss with k < 0.
+                top = tl.full([BLOCK], -float("inf"), tl.float32)
+                total = tl.zeros([BLOCK], tl.float32)
+                weighted = tl.zeros([BLOCK], tl.float32)
+                dense_sum = tl.zeros([BLOCK], tl.float32)
+                for start in range(0, V, BLOCK):
+                    position = start + lanes
+                    z = tl.load(pointer + position, mask=position < V, other=-float("inf")).to(tl.float32)
+                    is_kept = z != -float("inf")
+                    shift = c
+                    if C_PER_CLASS:
+                        shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
+                    value = forms.relative(tl.where(is_kept, z, anchor), anchor, alpha, beta, shift, centre, FORM)
+                    value = tl.where(is_kept, value, -float("inf"))
+                    new_top = tl.maximum(top, value)
+                    safe_top = tl.where(new_top == -float("inf"), 0.0, new_top)
+                    shrink = tl.exp(top - safe_top)
+                    weight = tl.exp(value - safe_top)
+                    total = total * shrink + weight
+                    if HAS_ENTROPY:
+                        weighted = weighted * shrink + tl.where(weight == 0, 0.0, weight * value)
+                    top = new_top
+                    if HAS_DENSE:
+                        share = tl.load(dense_pointer + position, mask=position < V, other=0.0)
+                        dense_sum += tl.where(position < V, share * value, 0.0)
+                row_top = tl.max(top, 0)
+                row_top = tl.where(row_top == -float("inf"), 0.0, row_top)
+                lane_scale = tl.exp(top - row_top)
+                row_total = tl.sum(total * lane_scale, 0)
+                normalizer = row_top + tl.log(row_total)
+                if HAS_DENSE:
+                    tl.store(dense_R + row, tl.sum(dense_sum, 0))
+                if HAS_ENTROPY:
+                    tl.store(entropy_R + row, normalizer - tl.sum(weighted * lane_scale, 0) / row_total)
+            row_offset = forms.offset(anchor, alpha, beta, c_y if HAS_INDEX else 0.0, centre, FORM)
+            tl.store(anchor_R + row, anchor)
+            tl.store(offset_R + row, row_offset)
+            tl.store(normalizer_R + row, normalizer)
             if HAS_INDEX:
-                by_phi += tl.where(position == y, by_s, 0.0)
-            # A NaN in a row or class that the loss does not depend on must not reach the gradient.
-            by_phi = tl.where(inside, by_phi, 0.0)
-            by_phi = tl.where(is_used, by_phi, 0.0)
-            slope = tl.where(is_kept, forms.slope(safe_z, alpha, beta, shift, FORM), 1.0)
-            gradient = tl.where(by_phi == 0, 0.0, by_phi * slope)
-            if ARGUMENTS:
-                counted = tl.where(is_kept & (by_phi != 0), by_phi, 0.0)
-                sum_by_phi += counted
-                gap = tl.maximum(safe_z - anchor, -3.0e38)
-                by_alpha += tl.where(counted == 0, 0.0, counted * gap)
-                log_sigmoid = forms.relative(safe_z, anchor, 0.0, 1.0, shift, centre, FORM)
-                by_beta += tl.where(counted == 0, 0.0, counted * log_sigmoid)
-                by_c -= tl.where(counted == 0, 0.0, counted * beta * forms.sigmoid(shift - safe_z))
-            tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=inside)
-        if ARGUMENTS:
-            row_sum = tl.sum(sum_by_phi, 0)
-            tl.store(by_arguments_R3 + row * 3, tl.sum(by_alpha, 0) + tl.where(row_sum == 0, 0.0, row_sum * anchor))
-            line = tl.minimum(anchor - centre, 0.0)
-            tl.store(by_arguments_R3 + row * 3 + 1, tl.sum(by_beta, 0) + tl.where(row_sum == 0, 0.0, row_sum * line))
-            tl.store(by_arguments_R3 + row * 3 + 2, tl.sum(by_c, 0))
+                at_target = forms.relative(
+                    tl.where(z_y == -float("inf"), anchor, z_y), anchor, alpha, beta, c_y, centre, FORM
+                )
+                tl.store(target_R + row, tl.where(z_y == -float("inf"), z_y, at_target))
+        else:
+            anchor = tl.load(anchor_R + row)
+            row_offset = tl.load(offset_R + row)
+            normalizer = tl.load(normalizer_R + row)
+        if GRADIENT:
+            by_n = tl.load(by_normalizer + row)
+            if HAS_Z_SLOPE:
+                z_scale = tl.load(z_slope + row)
+                by_n += tl.where(z_scale == 0, 0.0, z_scale * (row_offset + normalizer))
+            by_s = tl.full((), 0.0, tl.float32)
+            if HAS_INDEX:
+                by_s = tl.load(by_target + row)
+            by_d = tl.full((), 0.0, tl.float32)
+            if HAS_DENSE:
+                by_d = tl.load(by_dense + row)
+            is_used = (by_n != 0) | (by_s != 0) | (by_d != 0)
+            target_pointer = out + row64 * out_stride
+            if IS_LEAN and is_used:
+                for start in range(0, V, BLOCK):
+                    position = start + lanes
+                    z = forms.widened(tl.load(pointer + position, mask=position < V, other=-float("inf")))
+                    weight, slope = forms.weight_and_slope(
+                        z, anchor, normalizer, alpha, beta, c, centre, FORM, IS_ROUGH
+                    )
+                    gradient = (by_n * weight) * slope
+                    tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=position < V)
+                if HAS_INDEX:
+                    weight, slope = forms.weight_and_slope(
+                        z_y, anchor, normalizer, alpha, beta, c, centre, FORM, IS_ROUGH
+                    )
+                    gradient = (by_n * weight + by_s) * slope
+                    # Every thread of the block has stored its tiles before the target is put right.
+                    tl.debug_barrier()
+                    tl.store(target_pointer + y, gradient.to(out.dtype.element_ty), mask=has_target)
+            else:
+                by_alpha = tl.zeros([BLOCK], tl.float32)
+                by_beta = tl.zeros([BLOCK], tl.float32)
+                by_c = tl.zeros([BLOCK], tl.float32)
+                sum_by_phi = tl.zeros([BLOCK], tl.float32)
+                for start in range(0, V, BLOCK):
+                    position = start + lanes
+                    inside = position < V
+                    z = forms.widened(tl.load(pointer + position, mask=inside, other=-float("inf")))
+                    shift = c
+                    if C_PER_CLASS:
+                        shift = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)
+                    weight, slope = forms.weight_and_slope(
+                        z, anchor, normalizer, alpha, beta, shift, centre, FORM, IS_ROUGH
+                    )
+                    by_phi = by_n * weight
+                    if HAS_DENSE:
+                        by_phi += by_d * tl.load(dense_pointer + position, mask=inside, other=0.0)
+                    if HAS_INDEX:
+                        by_phi += tl.where(position == y, by_s, 0.0)
+                    # A NaN in a row or class that the loss does not depend on must not reach the gradient.
+                    by_phi = tl.where(inside, by_phi, 0.0)
+                    by_phi = tl.where(is_used, by_phi, 0.0)
+                    gradient = tl.where(by_phi == 0, 0.0, by_phi * slope)
+                    if ARGUMENTS:
+                        is_kept = z != -float("inf")
+                        safe_z = tl.where(is_kept, z, anchor)
+                        counted = tl.where(is_kept & (by_phi != 0), by_phi, 0.0)
+                        sum_by_phi += counted
+                        gap = tl.maximum(safe_z - anchor, -3.0e38)
+                        by_alpha += tl.where(counted == 0, 0.0, counted * gap)
+                        log_sigmoid = forms.relative(safe_z, anchor, 0.0, 1.0, shift, centre, FORM)
+                        by_beta += tl.where(counted == 0, 0.0, counted * log_sigmoid)
+                        by_c -= tl.where(counted == 0, 0.0, counted * beta * forms.sigmoid(shift - safe_z))
+                    tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=inside)
+                if ARGUMENTS:
+                    row_sum = tl.sum(sum_by_phi, 0)
+                    tl.store(
+                        by_arguments_R3 + row * 3, tl.sum(by_alpha, 0) + tl.where(row_sum == 0, 0.0, row_sum * anchor)
+                    )
+                    line = tl.minimum(anchor - centre, 0.0)
+                    tl.store(
+                        by_arguments_R3 + row * 3 + 1, tl.sum(by_beta, 0) + tl.where(row_sum == 0, 0.0, row_sum * line)
+                    )
+                    tl.store(by_arguments_R3 + row * 3 + 2, tl.sum(by_c, 0))
 
 
 @triton.jit
@@ -216,6 +272,7 @@ def per_class_kernel(
     beta_value,
     R,
     V,
+    rows_of_target,
     first_class,
     ALPHA_IS_POINTER: tl.constexpr,
     BETA_IS_POINTER: tl.constexpr,
@@ -254,7 +311,7 @@ def per_class_kernel(
             share = tl.load(dense + row64 * dense_stride + position[None, :], mask=both, other=0.0)
             by_phi += tl.where(is_kept & (by_d != 0), by_d * share, 0.0)
         if HAS_INDEX:
-            y = (tl.load(index + row, mask=is_row, other=-1) - first_class)[:, None]
+            y = (tl.load(index + row // rows_of_target, mask=is_row, other=-1) - first_class)[:, None]
             by_s = tl.load(by_target + row, mask=is_row, other=0.0)[:, None]
             by_phi += tl.where((position[None, :] == y) & is_kept, by_s, 0.0)
         total -= tl.where(by_phi == 0, 0.0, by_phi * beta * forms.sigmoid(c - safe_z))

@@ -122,6 +122,72 @@ def after_kernel(
     tl.store(total, tl.sum(sums, 0) + tl.load(empty))
 
 
+@triton.jit
+def total_kernel(scale, losses, empty, total, N, BLOCK: tl.constexpr):
+    """The weighted total of losses."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < N
+        token_scale = tl.load(scale + position, mask=inside, other=0.0)
+        loss = tl.load(losses + position, mask=inside, other=0.0)
+        sums += tl.where(token_scale == 0, 0.0, token_scale * loss)
+    tl.store(total, tl.sum(sums, 0) + tl.load(empty))
+
+
+class Setup:
+    """What is known of every token before its rows: where its target is, and what it counts in the total.
+
+    Without ``scale_N`` every kept token counts 1, divided by the sum of their class weights for a mean.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        target_N: Tensor,
+        class_weight_V: Tensor | None,
+        scale_N: Tensor | None,
+        options: LossOptions,
+        *,
+        is_mean: bool,
+    ) -> None:
+        tokens = source.num_tokens
+        self.index = torch.empty_like(target_N)
+        self.vectors = torch.empty(5, tokens, dtype=torch.float32, device=target_N.device)
+        self.scale, self.by_normalizer, self.by_target, self.z_slope, empty = self.vectors.unbind()
+        self.empty = empty[:1]
+        """0, or NaN for the mean of no tokens"""
+        self.class_weight = None if class_weight_V is None else class_weight_V.float().contiguous()
+        if scale_N is not None:
+            scale_N = scale_N.float().contiguous()
+        self.launch = {"BLOCK": min(4096, triton.next_power_of_2(max(tokens, 32))), "num_warps": 16}
+        before_kernel[(1,)](
+            target_N,
+            self.scale if self.class_weight is None else self.class_weight,
+            self.scale if scale_N is None else scale_N,
+            self.index,
+            self.scale,
+            self.by_normalizer,
+            self.by_target,
+            self.z_slope,
+            self.empty,
+            tokens,
+            source.num_classes,
+            options.ignore_index,
+            options.z_loss,
+            HAS_WEIGHT=self.class_weight is not None,
+            HAS_SCALE=scale_N is not None,
+            IS_MEAN=is_mean and scale_N is None,
+            debug=True,
+            **self.launch,
+        )
+
+    def total(self, losses: Tensor) -> Tensor:
+        total = torch.empty((), dtype=torch.float32, device=losses.device)
+        total_kernel[(1,)](self.scale, losses, self.empty, total, losses.numel(), **self.launch)
+        return total
+
+
 def is_plain(source: Source, target: Tensor, log_prior: Tensor | None, options: LossOptions) -> bool:
     """Whether :func:`plain_loss` computes this."""
     is_rare = options.label_smoothing or options.argmax or options.entropy or target.is_floating_point()
@@ -139,42 +205,14 @@ def plain_loss(
     is_mean: bool,
     wants_gradient: bool,
 ) -> tuple[Tensor, TokenLosses]:
-    """The total and the tokens' losses; gradients go to the source. Without ``scale_N`` every kept token counts 1,
-    divided by the sum of their class weights for a mean.
-    """
+    """The total and the tokens' losses; gradients go to the source."""
     tokens = source.num_tokens
     device = target_N.device
-    index_N = torch.empty_like(target_N)
-    vectors = torch.empty(10, tokens, dtype=torch.float32, device=device)
-    scale, by_normalizer, by_target, z_slope = vectors[:4]
+    setup = Setup(source, target_N, class_weight_V, scale_N, options, is_mean=is_mean)
+    index_N, by_normalizer, by_target = setup.index, setup.by_normalizer, setup.by_target
+    stats_6N = torch.empty(6, tokens, dtype=torch.float32, device=device)
     # Outputs of an op must not share memory.
-    losses, log_normalizer = torch.empty_like(scale), torch.empty_like(scale)
-    numbers = torch.empty(2, dtype=torch.float32, device=device)
-    class_weight = None if class_weight_V is None else class_weight_V.float().contiguous()
-    if scale_N is not None:
-        scale_N = scale_N.float().contiguous()
-    launch = {"BLOCK": min(4096, triton.next_power_of_2(max(tokens, 32))), "num_warps": 16}
-    before_kernel[(1,)](
-        target_N,
-        scale if class_weight is None else class_weight,
-        scale if scale_N is None else scale_N,
-        index_N,
-        scale,
-        by_normalizer,
-        by_target,
-        z_slope,
-        numbers[1:],
-        tokens,
-        source.num_classes,
-        options.ignore_index,
-        options.z_loss,
-        HAS_WEIGHT=class_weight is not None,
-        HAS_SCALE=scale_N is not None,
-        IS_MEAN=is_mean and scale_N is None,
-        debug=True,
-        **launch,
-    )
-    stats_6N = vectors[4:]
+    losses, log_normalizer = torch.empty_like(setup.scale), torch.empty_like(setup.scale)
     walks_classes = wants_gradient and isinstance(source, LinearLogits) and source.walks_classes
     for first, logits_RV in source.chunks():
         span = slice(first, first + logits_RV.shape[0])
@@ -183,7 +221,7 @@ def plain_loss(
             routines.stats_and_gradient(
                 logits_RV,
                 coefficients,
-                z_slope[span] if options.z_loss else None,
+                setup.z_slope[span] if options.z_loss else None,
                 index_N[span],
                 None,
                 source.gradient_rows(0, logits_RV),
@@ -197,7 +235,7 @@ def plain_loss(
     anchor, offset, normalizer, at_target = stats_6N[:4]
     if walks_classes and isinstance(source, LinearLogits):
         if options.z_loss:
-            by_normalizer = by_normalizer + z_slope * (offset + normalizer)
+            by_normalizer = by_normalizer + setup.z_slope * (offset + normalizer)
         stats = RowStats(anchor, offset, normalizer, at_target, None, None, None)
         coefficients = RowCoefficients(by_normalizer, by_target, None, None)
         for first_class, logits_RV in source.class_blocks():
@@ -205,21 +243,21 @@ def plain_loss(
     total = torch.empty((), dtype=torch.float32, device=device)
     after_kernel[(1,)](
         target_N,
-        scale if class_weight is None else class_weight,
-        scale,
+        losses if setup.class_weight is None else setup.class_weight,
+        setup.scale,
         offset,
         normalizer,
         at_target,
-        numbers[1:],
+        setup.empty,
         losses,
         log_normalizer,
         total,
         tokens,
         options.ignore_index,
         options.z_loss,
-        HAS_WEIGHT=class_weight is not None,
+        HAS_WEIGHT=setup.class_weight is not None,
         HAS_Z_LOSS=options.z_loss != 0,
-        **launch,
+        **setup.launch,
     )
     none = index_N.new_empty(0)
     return total, TokenLosses(losses, log_normalizer.unsqueeze(-1), none, losses.new_empty(0))

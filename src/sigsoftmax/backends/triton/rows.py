@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,23 +32,26 @@ def why_refused(form: Form, dtype: torch.dtype) -> str | None:
 
 
 @lru_cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def _launch_rows(device: torch.device) -> int:
-    return _multiprocessors(device.index or 0) if device.type == "cuda" else 4
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a few for the interpreter, so that programs have rows to loop over."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 class TritonRows:
-    """Kernels for one output function; what ``stats`` measured is kept for ``gradient``."""
+    """Kernels for one output function. The target of a row is at its index divided by ``rows_of_target``."""
 
     max_rows: int | None = None
 
     def __init__(
-        self, form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool = False
+        self,
+        form: Form,
+        arguments: Sequence[Tensor],
+        logits_like: Tensor,
+        needs_arguments: bool = False,
+        rows_of_target: int = 1,
     ) -> None:
         self.form = form
+        self.rows_of_target = rows_of_target
         self.device = logits_like.device
         self.needs_arguments = needs_arguments
         self.arguments = [a.detach() for a in arguments]
@@ -210,8 +213,8 @@ class TritonRows:
     ) -> None:
         rows, classes = logits_RV.shape
         unused = stats.anchor
-        lanes, warps, per_processor = fast_shape(classes)
-        fast.rows_kernel[(min(rows, per_processor * _launch_rows(self.device)),)](
+        lanes, warps, per_processor = fast_shape(classes, self.is_sigsoftmax)
+        fast.rows_kernel[(min(rows, per_processor * multiprocessors(self.device)),)](
             logits_RV,
             logits_RV.stride(0),
             logits_RV if out_RV is None else out_RV,
@@ -226,6 +229,7 @@ class TritonRows:
             unused if stats.target is None else stats.target,
             rows,
             classes,
+            self.rows_of_target,
             first_class,
             self.values[0],
             self.values[2],
@@ -266,8 +270,9 @@ class TritonRows:
             assert coefficients is not None
             self._launch_per_class(logits_RV, index_R, dense, stats, coefficients, first_class)
         by_arguments = torch.empty(rows if wants_arguments else 0, 3, dtype=torch.float32, device=self.device)
-        block, warps = general_shape(classes)
-        general.rows_kernel[(rows,)](
+        is_lean = dense is None and stats.entropy is None and not wants_arguments and not self.per_class
+        block, warps, per_processor = general_shape(classes, is_lean)
+        general.rows_kernel[(min(rows, per_processor * multiprocessors(self.device)),)](
             logits_RV,
             logits_RV.stride(0),
             logits_RV if out_RV is None else out_RV,
@@ -287,7 +292,9 @@ class TritonRows:
             unused if stats.entropy is None else stats.entropy,
             by_arguments,
             *self._argument_parameters(unused, first_class),
+            rows,
             classes,
+            self.rows_of_target,
             first_class,
             FORM=forms.CODES[self.form.name],
             **self._argument_flags(),
@@ -335,6 +342,7 @@ class TritonRows:
             *pointers[:6],
             rows,
             classes,
+            self.rows_of_target,
             first_class,
             ALPHA_IS_POINTER=self.values[0] is None,
             BETA_IS_POINTER=self.values[1] is None,
@@ -363,25 +371,38 @@ class TritonRows:
         return {name: p is not None for name, p in zip(names, pointers, strict=True)}
 
 
+def fixed_values(arguments: Sequence[Tensor]) -> tuple[float, ...] | None:
+    """The values of arguments that are all fixed scalars, else None."""
+    values = tuple(_value(a) for a in arguments)
+    return None if None in values else cast("tuple[float, ...]", values)
+
+
 def _value(argument: Tensor) -> float | None:
     """The value of a fixed scalar, which lives on the CPU; reading one from the device would wait for it."""
     return float(argument) if argument.ndim == 0 and argument.device.type == "cpu" else None
 
 
-def fast_shape(classes: int) -> tuple[int, int, int]:
+def fast_shape(classes: int, is_sigsoftmax: bool) -> tuple[int, int, int]:
     """Lanes of a tile, warps, and programs for each multiprocessor: the fastest of sweeps on an H200.
 
     Long rows go one to a multiprocessor, so that all rows in flight fit its L2 cache.
     """
-    import triton
+    if classes > 65_536:
+        return 8192, 32, 1
+    if classes > 16_384:
+        return 2048, 8, 4
+    most, warps, per_processor = (512, 2, 32) if is_sigsoftmax else (1024, 4, 16)
+    return min(most, max(128, _power_of_2(-(-classes // 4)))), warps, per_processor
 
-    if classes <= 16_384:
-        return min(1024, max(128, triton.next_power_of_2(-(-classes // 2)))), 4, 16
-    return (2048, 16, 4) if classes <= 65_536 else (8192, 32, 1)
+
+def general_shape(classes: int, is_lean: bool) -> tuple[int, int, int]:
+    """As :func:`fast_shape`; what sums more than a normaliser has no registers for as many warps."""
+    if classes > 65_536:
+        return (8192, 32, 1) if is_lean else (4096, 16, 1)
+    if classes > 16_384:
+        return 2048, 8, 8
+    return min(1024, max(128, _power_of_2(classes))), 4, 16
 
 
-def general_shape(classes: int) -> tuple[int, int]:
-    import triton
-
-    block = min(4096, max(128, triton.next_power_of_2(classes)))
-    return block, max(4, min(16, block // 256))
+def _power_of_2(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()

@@ -5,30 +5,47 @@ A GPU cannot tell its host that without a wait, but a kernel can look for itself
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sigsoftmax.backends.triton.rows import multiprocessors
+
+MOST = 5
+"""tensors that one launch scales"""
+BLOCK = 4096
+
 
 @triton.jit
-def scale_kernel(values, factor, size, BLOCK: tl.constexpr):
+def _scale(values, size, scale, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    while start < size:
+        position = start + tl.arange(0, BLOCK)
+        inside = position < size
+        value = tl.load(values + position, mask=inside).to(tl.float32)
+        tl.store(values + position, (value * scale).to(values.dtype.element_ty), mask=inside)
+        start += tl.num_programs(0).to(tl.int64) * BLOCK
+
+
+@triton.jit
+def scale_kernel(factor, a, b, c, d, e, a_size, b_size, c_size, d_size, e_size, BLOCK: tl.constexpr):
     scale = tl.load(factor).to(tl.float32)
     if scale != 1.0:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
-        while start < size:
-            position = start + tl.arange(0, BLOCK)
-            inside = position < size
-            value = tl.load(values + position, mask=inside).to(tl.float32)
-            tl.store(values + position, (value * scale).to(values.dtype.element_ty), mask=inside)
-            start += tl.num_programs(0).to(tl.int64) * BLOCK
+        _scale(a, a_size, scale, BLOCK)
+        _scale(b, b_size, scale, BLOCK)
+        _scale(c, c_size, scale, BLOCK)
+        _scale(d, d_size, scale, BLOCK)
+        _scale(e, e_size, scale, BLOCK)
 
 
-def scale_in_place(values: Tensor, factor: Tensor) -> Tensor:
-    """``values *= factor`` for a contiguous tensor; free if the factor is 1."""
-    size = values.numel()
-    if size:
-        block = 4096
-        programs = min(-(-size // block), 8 * torch.cuda.get_device_properties(values.device).multi_processor_count)
-        scale_kernel[(programs,)](values, factor, size, BLOCK=block, num_warps=8)
-    return values
+def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """``tensor *= factor`` for contiguous tensors, :data:`MOST` at most; free if the factor is 1."""
+    largest = max(tensor.numel() for tensor in tensors)
+    if largest:
+        absent = MOST - len(tensors)
+        pointers = [*tensors, *[factor] * absent]
+        sizes = [*(tensor.numel() for tensor in tensors), *[0] * absent]
+        programs = min(-(-largest // BLOCK), 8 * multiprocessors(factor.device))
+        scale_kernel[(programs,)](factor, *pointers, *sizes, BLOCK=BLOCK, num_warps=8)
