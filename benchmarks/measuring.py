@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 import random
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -79,15 +80,25 @@ def median_and_quartiles(values: Sequence[float]) -> tuple[float, tuple[float, f
     return middle, (low, high)
 
 
+def worst(errors: Iterable[float]) -> float | None:
+    """The largest, and NaN if there is one; None if there are none."""
+    known = list(errors)
+    return max(known, key=lambda error: (math.isnan(error), error)) if known else None
+
+
 def take_turns(
     case: Case,
     *,
     rounds: int,
     milliseconds_of: Callable[[Callable[[], object]], float],
     peak_mib: Mapping[str, float | None],
-    gradient_error: Mapping[str, float] | None = None,
+    gradient_errors: Mapping[str, Mapping[str, float]] | None = None,
+    host_microseconds: Mapping[str, float] | None = None,
 ) -> list[Measurement]:
-    """Time all implementations of a case, round by round."""
+    """Time all implementations of a case, round by round.
+
+    ``gradient_errors`` names those of each implementation by gradient and kind of logits; the worst of them is judged.
+    """
     for run in case.implementations.values():
         run()
         run()
@@ -102,6 +113,7 @@ def take_turns(
                 times[name].append(milliseconds_of(case.implementations[name]))
     results = []
     for name, measured in times.items():
+        errors = (gradient_errors or {}).get(name, {})
         milliseconds, quartiles = median_and_quartiles(measured)
         ratio, ratio_quartiles = median_and_quartiles(
             [own / base for own, base in zip(measured, times[case.baseline], strict=True)]
@@ -119,7 +131,9 @@ def take_turns(
                 peak_mib=peak_mib.get(name),
                 rounds=rounds,
                 target=case.targets.get(name, ""),
-                gradient_error=(gradient_error or {}).get(name),
+                gradient_error=worst(errors.values()),
+                gradient_errors=errors,
+                host_microseconds=(host_microseconds or {}).get(name),
             )
         )
     return results
@@ -200,26 +214,46 @@ def environment(device: torch.device | str = "cpu") -> Environment:
     return dataclasses.replace(Environment.here(device), command=command)
 
 
+FURTHER = (
+    "gradient_error",
+    "size",
+    "host_microseconds",
+    "compiled_variants",
+    "most_registers",
+    "spilled_bytes",
+)
+"""Fields of a measurement that some cases have; tables show them under their names."""
+
+
 def table(measurements: Sequence[Measurement]) -> str:
     """Measurements as text, aligned."""
     case = {m.implementation: m for m in measurements}
-    rows = [("implementation", "median ms", "ratio", "quartiles", "memory MiB", "target", "met")]
+    rows = [["implementation", "median ms", "ratio", "quartiles", "memory MiB"]]
+    further = [field for field in FURTHER if any(getattr(m, field) is not None for m in measurements)]
+    rows[0] += [*(field.replace("_", " ") for field in further), "target", "met"]
     for m in measurements:
         low, high = m.ratio_quartiles
         rows.append(
-            (
+            [
                 m.implementation + (" (baseline)" if m.implementation == m.baseline else ""),
                 milliseconds_text(m.milliseconds),
                 f"{m.ratio:.2f}",
                 f"{low:.2f}-{high:.2f}",
                 mib_text(m.peak_mib),
+                *(number_text(getattr(m, field)) for field in further),
                 m.target,
                 targets.verdict(m, case),
-            )
+            ]
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def number_text(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
 
 
 def milliseconds_text(milliseconds: float) -> str:

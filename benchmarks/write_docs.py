@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from bars import Bar, Kind, Panel, draw, drawn_from
-from measuring import RECORDS, Measurement, mib_text, milliseconds_text
+from measuring import RECORDS, Measurement, mib_text, milliseconds_text, number_text
 
 from sigsoftmax import records
 from sigsoftmax.records import Environment, targets
@@ -44,6 +44,18 @@ class CaseResult:
     @property
     def by_name(self) -> dict[str, Measurement]:
         return {m.implementation: m for m in self.rows}
+
+    @property
+    def grows(self) -> bool:
+        """Whether a size grows from row to row."""
+        return any(m.size is not None for m in self.rows)
+
+    @property
+    def has_picture(self) -> bool:
+        """Bars are ratios of times, or memory if no times are compared and memory is aimed at."""
+        quantities = {clause.quantity for m in self.rows for clause in targets.clauses(m.target)}
+        has_memory = any(m.peak_mib is not None for m in self.rows)
+        return self.compares_times or (has_memory and bool(quantities & {"MiB", "flat"} or not self.grows))
 
     @property
     def slug(self) -> str:
@@ -99,13 +111,19 @@ def part_text(suite: str, cases: Sequence[CaseResult], images: str) -> str:
     one_place = len({case.environment for case in cases}) == 1
     if one_place:
         blocks.append(place_text(suite, cases[0].environment))
-    blocks.append(picture_text(f"All cases, {suite}: what has a target, and its baseline.", images, suite))
+    if any(case.has_picture for case in cases):
+        blocks.append(picture_text(f"All cases, {suite}: what has a target, and its baseline.", images, suite))
+    if len(cases) > FEW_CASES:
+        blocks.append(summary_text(cases))
     for case in cases:
         blocks.append(f"### {case.name[0].upper()}{case.name[1:]}")
         if not one_place:
             blocks.append(place_text(suite, case.environment))
-        blocks.append(picture_text(f"{case.name}: {quantity_text(case)}.", images, suite, case))
+        if case.has_picture:
+            blocks.append(picture_text(f"{case.name}: {quantity_text(case)}.", images, suite, case))
         blocks.append(table_text(case))
+        if any(m.gradient_errors for m in case.rows):
+            blocks.append(errors_text(case))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -133,37 +151,91 @@ def picture_text(description: str, images: str, suite: str, case: CaseResult | N
 
 
 Column = tuple[str, str, Callable[[Measurement], str]]
-"""Head, alignment and text of a cell."""
+"""Head, alignment ("l" or "r") and text of a cell."""
+
+
+FEW_CASES = 6
+"""Up to so many, the tables of the cases show at a glance which targets are met."""
+
+
+def summary_text(cases: Sequence[CaseResult]) -> str:
+    """Every target of a suite in one table."""
+    rows = [row for case in cases for row in _judged(case)]
+    met = sum(row[-1].startswith("yes") for row in rows)
+    missed = sum(row[-1].startswith("no:") for row in rows)
+    unknown = len(rows) - met - missed
+    title = f"{met} of {len(rows)} targets are met" + (f"; {unknown} could not be judged in full." if unknown else ".")
+    heads = ("case", "implementation", "median ms", "ratio", "memory MiB", "gradient error", "target", "met")
+    return f"### All targets\n\n{title}\n\n" + markdown_table(heads, "llrrrrll", rows)
+
+
+def _judged(case: CaseResult) -> Iterator[tuple[str, ...]]:
+    rows = [m for m in case.rows if any(not clause.is_aim for clause in targets.clauses(m.target))]
+    verdicts = {m.implementation: _signs(targets.verdict(m, case.by_name)) for m in rows}
+    if case.grows and rows:
+        # One line for all sizes: those that fail are named.
+        failed = [f"{name} ({verdict})" for name, verdict in verdicts.items() if not verdict.startswith("yes")]
+        met = f"no: {', '.join(failed)}" if failed else "yes"
+        yield case.name, f"{len(rows)} sizes", "", "", "", "", _signs(rows[0].target), met
+        return
+    for m in rows:
+        ratio = "{:.2f} ({:.2f} to {:.2f})".format(m.ratio, *m.ratio_quartiles) if case.compares_times else ""
+        error = "" if m.gradient_error is None else f"{m.gradient_error:.2f}"
+        figures = (milliseconds_text(m.milliseconds), ratio, mib_text(m.peak_mib), error)
+        yield case.name, _escaped(m.implementation), *figures, _signs(m.target), verdicts[m.implementation]
+
+
+def errors_text(case: CaseResult) -> str:
+    """The error of each gradient and kind of logits."""
+    kinds = list(dict.fromkeys(kind for m in case.rows for kind in m.gradient_errors))
+    rows = [
+        (_named(m, case), *(f"{m.gradient_errors[kind]:.3f}" if kind in m.gradient_errors else "" for kind in kinds))
+        for m in case.rows
+        if m.gradient_errors
+    ]
+    heads = ("error relative to torch's", *kinds)
+    return markdown_table(heads, "l" + "r" * len(kinds), rows)
+
+
+def markdown_table(heads: Sequence[str], alignments: str, rows: Sequence[Sequence[str]]) -> str:
+    rule = "|".join({"l": "---", "r": "---:"}[alignment] for alignment in alignments)
+    return "\n".join(f"|{line}|" for line in (_cells(heads), rule, *map(_cells, rows)))
+
+
+def _cells(texts: Sequence[str]) -> str:
+    return f" {' | '.join(texts)} "
 
 
 def table_text(case: CaseResult) -> str:
     columns = list(_columns(case))
-    lines = [
-        " | ".join(head for head, _, _ in columns),
-        "|".join(alignment for _, alignment, _ in columns),
-        *(" | ".join(cell(m) for _, _, cell in columns) for m in case.rows),
-    ]
-    lines = [line if number == 1 else f" {line} " for number, line in enumerate(lines)]
+    rows = [[cell(m) for _, _, cell in columns] for m in case.rows]
+    text = markdown_table([head for head, _, _ in columns], "".join(side for _, side, _ in columns), rows)
     rounds = sorted({m.rounds for m in case.rows})
     note = f"{' to '.join(map(str, rounds))} round{'s' if rounds != [1] else ''}."
-    return "\n".join(f"|{line}|" for line in lines) + f"\n\n{note}"
+    return f"{text}\n\n{note}"
 
 
 def _columns(case: CaseResult) -> Iterator[Column]:
-    yield "implementation", "---", lambda m: _named(m, case)
-    yield "median ms", "---:", lambda m: milliseconds_text(m.milliseconds)
+    yield "implementation", "l", lambda m: _named(m, case)
+    yield "median ms", "r", lambda m: milliseconds_text(m.milliseconds)
     if case.compares_times:
-        yield "ratio", "---:", lambda m: f"{m.ratio:.2f}"
-        yield "quartiles", "---:", lambda m: "{:.2f} to {:.2f}".format(*m.ratio_quartiles)
+        yield "ratio", "r", lambda m: f"{m.ratio:.2f}"
+        yield "quartiles", "r", lambda m: "{:.2f} to {:.2f}".format(*m.ratio_quartiles)
+    elif any(m.rounds > 1 for m in case.rows):
+        yield "quartiles", "r", lambda m: " to ".join(milliseconds_text(value) for value in m.milliseconds_quartiles)
+    if off := targets.off_the_line(case.rows):
+        yield "off a line", "r", lambda m: f"{100.0 * off[m.implementation]:+.1f} %" if m.implementation in off else ""
     if any(m.peak_mib is not None for m in case.rows):
-        yield "memory MiB", "---:", lambda m: mib_text(m.peak_mib)
+        yield "memory MiB", "r", lambda m: mib_text(m.peak_mib)
     # What a suite measures besides, such as an error, gets a column under the name of its field.
     for field in dataclasses.fields(Measurement)[len(COMMON_FIELDS) :]:
-        if any(getattr(m, field.name) not in (None, field.default) for m in case.rows):
-            yield field.name.replace("_", " "), "---:", _reader_of(field.name)
+        if field.name not in SHOWN_ELSEWHERE and any(
+            getattr(m, field.name) not in (None, field.default) for m in case.rows
+        ):
+            yield field.name.replace("_", " "), "r", _reader_of(field.name)
     if any(m.target for m in case.rows):
-        yield "target", "---", lambda m: _signs(m.target)
-        yield "met", "---", lambda m: _signs(targets.verdict(m, case.by_name))
+        yield "target", "l", lambda m: _signs(m.target)
+        yield "met", "l", lambda m: _signs(targets.verdict(m, case.by_name))
 
 
 COMMON_FIELDS = (
@@ -179,10 +251,16 @@ COMMON_FIELDS = (
     "rounds",
     "target",
 )
+SHOWN_ELSEWHERE = ("gradient_errors", "size")
+"""Errors have a table of their own, and sizes are part of the names."""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _named(m: Measurement, case: CaseResult) -> str:
-    name = m.implementation.replace("|", "\\|")
+    name = _escaped(m.implementation)
     if is_ours(m):
         name = f"**{name}**"
     return f"{name} (baseline)" if case.compares_times and m.implementation == m.baseline else name
@@ -191,19 +269,20 @@ def _named(m: Measurement, case: CaseResult) -> str:
 def _reader_of(field: str) -> Callable[[Measurement], str]:
     def text(m: Measurement) -> str:
         value = getattr(m, field)
-        if value is None:
-            return ""
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
+        if field == "gradient_error" and value is not None:
+            # Bounds on errors have two digits, as 1.05 has.
+            return f"{value:.2f}"
+        return number_text(value) if value is None or isinstance(value, int | float) else str(value)
 
     return text
 
 
 def _signs(text: str) -> str:
-    return text.replace("<=", "≤").replace("|", "\\|")
+    return _escaped(text.replace("<=", "≤"))
 
 
 def is_ours(m: Measurement) -> bool:
-    return m.implementation.startswith("ours ")
+    return m.implementation.startswith(("ours ", "ours:"))
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------
@@ -243,16 +322,17 @@ def _kind(m: Measurement, quantity: Literal["x", "MiB"]) -> Kind:
 
 def pictures(suite: str, cases: Sequence[CaseResult]) -> dict[str, list[Panel]]:
     """The panels of each picture of a suite, by file name."""
-    if not cases:
+    drawn = [case for case in cases if case.has_picture]
+    if not drawn:
         return {}
     overview = [
         panel(case, [m for m in case.rows if m.target or (case.compares_times and m.implementation == m.baseline)])
-        for case in cases
+        for case in drawn
         if any(m.target for m in case.rows)
     ]
     return {
-        picture_name(suite): overview or [panel(case, case.rows) for case in cases],
-        **{picture_name(suite, case): [panel(case, case.rows)] for case in cases},
+        picture_name(suite): overview or [panel(case, case.rows) for case in drawn],
+        **{picture_name(suite, case): [panel(case, case.rows)] for case in drawn},
     }
 
 

@@ -108,12 +108,12 @@ def autocasts(tensor: Tensor) -> bool:
 
 
 def default_chunk_bytes(chunk_bytes: int | None, device: torch.device, mixture_classes: int | None = None) -> int:
-    """On a GPU, what its products need to run at full speed: for a mixture 4,096 rows, which a token has K of."""
+    """On a GPU, what its products need to run at full speed: for a mixture 4,608 rows, which a token has K of."""
     if chunk_bytes is None:
         if device.type == "cpu":
             return 32 * MIB
         largest = 576 * MIB
-        return largest if mixture_classes is None else min(largest, max(64 * MIB, 4096 * 2 * mixture_classes))
+        return largest if mixture_classes is None else min(largest, max(64 * MIB, 4608 * 2 * mixture_classes))
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
         raise ValueError(f"chunk_bytes must be a positive number of bytes, got {chunk_bytes!r}")
     return chunk_bytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 __all__ = ["Measurement"]
@@ -31,3 +32,15 @@ class Measurement:
     """what was aimed for, in the words of targets.py"""
     gradient_error: float | None = None
     """error of the worst gradient against float64, relative to torch's with logits of the same dtype"""
+    gradient_errors: Mapping[str, float] = field(default_factory=dict)
+    """the same for each gradient and kind of logits, by names such as `weight, deviation 3`"""
+    size: int | None = None
+    """what grows from row to row of the case, and what time is expected to be proportional to"""
+    host_microseconds: float | None = None
+    """time until the call of a step returns, the device being idle before; it may still be at work then"""
+    compiled_variants: int | None = None
+    """kernels that were compiled, where the time is that of compiling them"""
+    most_registers: int | None = None
+    """of the thread of any of these kernels"""
+    spilled_bytes: int | None = None
+    """of the thread of that kernel which spills most"""

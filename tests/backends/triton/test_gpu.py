@@ -1,4 +1,4 @@
-"""What only a GPU can show: large slabs, captured graphs, compiled functions, no waiting for the device.
+"""What only a GPU can show: captured graphs, compiled functions, no waiting for the device, memory used before.
 
 Shapes: N tokens, K components, V classes, d features.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,91 +28,6 @@ DEVICE = torch.device("cuda")
 N, K, V, D = 96, 3, 1_003, 64
 CHUNK_BYTES = 32 * V * 2
 """A third of the tokens."""
-
-
-# Slabs of more than 2^31 elements
-
-LARGE_ROWS, LARGE_CLASSES = 17_000, 128_256
-assert LARGE_ROWS * LARGE_CLASSES > 2**31
-
-
-@pytest.fixture
-def large_slab() -> Iterator[Tensor]:
-    free, _ = torch.cuda.mem_get_info()
-    if free < 20 * 2**30:
-        pytest.skip("needs 20 GiB of memory")
-    slab = torch.empty(LARGE_ROWS, LARGE_CLASSES, dtype=torch.bfloat16, device=DEVICE)
-    slab.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
-    yield slab
-    del slab
-    torch.cuda.empty_cache()
-
-
-@pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss(k=0.2)"])
-def test_rows_beyond_two_to_the_31(name: str, large_slab: Tensor) -> None:
-    from sigsoftmax.backends.blocked.any_form import FormRows
-    from sigsoftmax.backends.interface import RowCoefficients
-    from sigsoftmax.backends.triton.rows import TritonRows
-
-    function = OutputFunction.parse(name)
-    edge = 2**31 // LARGE_CLASSES
-    some = torch.tensor([0, 1, edge - 1, edge, edge + 1, LARGE_ROWS - 1])
-    kept = large_slab[some.to(DEVICE)].cpu().double()
-    index = torch.arange(LARGE_ROWS, device=DEVICE) * 7 % LARGE_CLASSES
-    index[-1] = LARGE_CLASSES - 1
-    ones = torch.ones(LARGE_ROWS, device=DEVICE)
-    routines = TritonRows(function.form, function.arguments(), large_slab)
-    by = RowCoefficients(ones, -ones, None, None)
-    stats = routines.stats_and_gradient(large_slab, by, None, index, None, large_slab, False, False)
-
-    exact = FormRows(function.form, function.arguments(), kept)
-    targets = index.cpu()[some]
-    expected = exact.stats(kept, targets, None, False, False)
-    by_kept = torch.empty_like(kept)
-    one = torch.ones(len(some), dtype=torch.float64)
-    exact.gradient(kept, expected, RowCoefficients(one, -one, None, None), targets, None, by_kept)
-    assert expected.target is not None
-    assert stats.target is not None
-    losses = (stats.normalizer - stats.target).cpu().double()[some]
-    torch.testing.assert_close(losses, expected.normalizer - expected.target, rtol=1e-5, atol=1e-5)
-    found = large_slab[some.to(DEVICE)].cpu().double()
-    # One rounding to bfloat16.
-    torch.testing.assert_close(found, by_kept, rtol=2.0**-8, atol=1e-12)
-
-
-def test_sums_over_rows_beyond_two_to_the_31(large_slab: Tensor) -> None:
-    """A shift of each class: the sum over all rows is the sum over two halves."""
-    from sigsoftmax.backends.interface import RowCoefficients
-    from sigsoftmax.backends.triton.rows import TritonRows
-
-    c = torch.linspace(-1.0, 1.0, LARGE_CLASSES, device=DEVICE)
-    function = OutputFunction("gss", k=torch.tensor(0.5, device=DEVICE), c=c)
-    out = torch.empty_like(large_slab)
-
-    def by_arguments(*spans: slice) -> list[Tensor]:
-        routines = TritonRows(function.form, function.arguments(LARGE_CLASSES), large_slab, needs_arguments=True)
-        for span in spans:
-            logits = large_slab[span]
-            index = torch.arange(LARGE_ROWS, device=DEVICE)[span]
-            ones = torch.ones(len(logits), device=DEVICE)
-            by = RowCoefficients(ones, -ones, None, None)
-            routines.stats_and_gradient(logits, by, None, index, None, out[span], False, False)
-        return routines.argument_gradients()
-
-    half = LARGE_ROWS // 2
-    whole, halves = by_arguments(slice(None)), by_arguments(slice(half), slice(half, None))
-    for a, b in zip(whole, halves, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-
-
-def test_scaling_beyond_two_to_the_31(large_slab: Tensor) -> None:
-    from sigsoftmax.backends.triton.scaling import scale_in_place
-
-    last = large_slab[-1].clone()
-    scale_in_place(large_slab, torch.tensor(0.5, device=DEVICE))
-    assert torch.equal(large_slab[-1], 0.5 * last)
-    scale_in_place(large_slab, torch.tensor(1.0, device=DEVICE))
-    assert torch.equal(large_slab[-1], 0.5 * last)
 
 
 # Whole losses
@@ -139,9 +54,38 @@ class Call:
         return value.detach(), *torch.autograd.grad(value.sum(), self.inputs)
 
 
-def plain_logits(function: str | OutputFunction = "sigsoftmax", **options: Any) -> Call:
+def plain_logits(
+    function: str | OutputFunction = "sigsoftmax", dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Call:
     y = target()
-    return Call(lambda z: sigsoftmax.cross_entropy(z, y, function=function, **options), [leaf(N, V)])
+    return Call(lambda z: sigsoftmax.cross_entropy(z, y, function=function, **options), [leaf(N, V, dtype=dtype)])
+
+
+def probabilities() -> Call:
+    p = torch.softmax(torch.randn(N, V, device=DEVICE), -1)
+    return Call(lambda z: sigsoftmax.cross_entropy(z, p, function="sigsoftmax"), [leaf(N, V)])
+
+
+def weighted() -> Call:
+    """Weights of classes and of tokens, whose gradient is a result too."""
+    y, by_class = target(), torch.linspace(0.0, 2.0, V, device=DEVICE)
+
+    def loss(hidden: Tensor, weight: Tensor, by_token: Tensor) -> Tensor:
+        return sigsoftmax.linear_cross_entropy(
+            hidden, weight, y, function="sigsoftmax", weight=by_class, token_weights=by_token, chunk_bytes=CHUNK_BYTES
+        )
+
+    return Call(loss, [leaf(N, D), leaf(V, D), leaf(N, dtype=torch.float32)])
+
+
+def autocast() -> Call:
+    y = target()
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return sigsoftmax.linear_cross_entropy(hidden, weight, y, function="sigsoftmax", chunk_bytes=CHUNK_BYTES)
+
+    return Call(loss, [leaf(N, D, dtype=torch.float32), leaf(V, D, dtype=torch.float32)])
 
 
 def product(function: str | OutputFunction = "sigsoftmax", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Call:
@@ -156,9 +100,9 @@ def product(function: str | OutputFunction = "sigsoftmax", dtype: torch.dtype = 
     return Call(loss, inputs)
 
 
-def mixture(**options: Any) -> Call:
+def mixture(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Call:
     y = target()
-    inputs = [leaf(N, K, D), leaf(N, K), leaf(V, D)]
+    inputs = [leaf(N, K, D, dtype=dtype), leaf(N, K, dtype=dtype), leaf(V, D, dtype=dtype)]
 
     def loss(hidden: Tensor, prior: Tensor, weight: Tensor) -> Tensor:
         return sigsoftmax.mixture_cross_entropy(
@@ -190,7 +134,18 @@ CALLS: dict[str, Callable[[], Call]] = {
     "exact, z-loss": lambda: product(weight_gradient="exact", z_loss=0.01),
     "float32 weight": lambda: product(dtype=torch.float32),
     "none": lambda: product(reduction="none"),
+    "logits, float16": lambda: plain_logits(dtype=torch.float16),
+    "logits, float32": lambda: plain_logits(dtype=torch.float32),
+    "logits, softcap": lambda: plain_logits("softcap", z_loss=0.01),
+    "probabilities": probabilities,
+    "weights": weighted,
+    "autocast": autocast,
     "mixture": mixture,
+    "mixture, fast": lambda: mixture(weight_gradient="fast"),
+    "mixture, buffered": lambda: mixture(weight_gradient="buffered"),
+    "mixture, float32": lambda: mixture(torch.float32),
+    "mixture, z-loss": lambda: mixture(z_loss=0.01),
+    "mixture, none": lambda: mixture(reduction="none"),
     "mixture, smoothing": lambda: mixture(label_smoothing=0.1),
     "learned": learned,
 }
@@ -226,9 +181,7 @@ def test_nothing_waits_for_the_device(make: Callable[[], Call]) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@every_call
-def test_a_captured_graph_gives_the_eager_result(make: Callable[[], Call]) -> None:
-    call = make()
+def capture(call: Call) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -237,12 +190,62 @@ def test_a_captured_graph_gives_the_eager_result(make: Callable[[], Call]) -> No
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = call.gradients()
+    return graph, captured
+
+
+@every_call
+def test_a_captured_graph_gives_the_eager_result(make: Callable[[], Call]) -> None:
+    call = make()
+    graph, captured = capture(call)
     for _ in range(2):
         with torch.no_grad():
             for tensor in call.inputs:
                 tensor.normal_()
         graph.replay()
         assert_equal(captured, call.gradients())
+
+
+@pytest.mark.parametrize("weight_gradient", ["fast", "exact"])
+def test_a_captured_graph_sees_other_targets(weight_gradient: str) -> None:
+    """Also another number of them that count."""
+    y = target()
+    inputs = [leaf(N, D), leaf(V, D)]
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return sigsoftmax.linear_cross_entropy(
+            hidden, weight, y, function="sigsoftmax", weight_gradient=weight_gradient, chunk_bytes=CHUNK_BYTES
+        )
+
+    call = Call(loss, inputs)
+    graph, captured = capture(call)
+    for ignored in (slice(0, 0), slice(10, 60), slice(1, None)):
+        y.random_(0, V)
+        y[ignored] = -100
+        graph.replay()
+        assert_equal(captured, call.gradients())
+
+
+@every_call
+def test_what_memory_held_before_does_not_matter(make: Callable[[], Call]) -> None:
+    """The allocator hands out blocks that were full of NaN, small and large ones."""
+    call = make()
+    expected = call.gradients()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    sizes = [*([128, 1024, 2**14, 2**17] * 40), *([2**19, 2**22] * 6), 2**25]
+    dirty = [torch.full((size,), torch.nan, device=DEVICE) for size in sizes]
+    del dirty
+    assert_equal(call.gradients(), expected)
+
+
+def test_a_graph_that_is_kept_gives_its_gradients_again() -> None:
+    call = product()
+    value = call.loss(*call.inputs)
+    first = torch.autograd.grad(value, call.inputs, retain_graph=True)
+    half = torch.autograd.grad(0.5 * value, call.inputs, retain_graph=True)
+    assert_equal(torch.autograd.grad(value, call.inputs), first)
+    for a, b in zip(half, first, strict=True):
+        assert torch.equal(a, 0.5 * b)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")

@@ -17,6 +17,7 @@ CODES = {"logistic": 0, "relu": 1, "softcap": 2}
 
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -119,15 +120,16 @@ def slope(z, alpha, beta, c, FORM: tl.constexpr):
 
 
 @triton.jit
-def weight_and_slope(z, anchor, normalizer, alpha, beta, c, centre, FORM: tl.constexpr, IS_ROUGH: tl.constexpr):
-    """g / (e^offset e^normalizer), 0 for a masked class, and the slope of phi.
+def value_weight_and_slope(z, anchor, normalizer, alpha, beta, c, centre, FORM: tl.constexpr, IS_ROUGH: tl.constexpr):
+    """phi less offset and normalizer (-inf for a masked class), its exponential, and the slope of phi.
 
     Rough: for logits of 16 bits and one c for all classes, by what the hardware approximates.
     """
     is_kept = z != -float("inf")
     if not IS_ROUGH:
         safe_z = tl.where(is_kept, z, anchor)
-        weight = tl.exp(relative(safe_z, anchor, alpha, beta, c, centre, FORM) - normalizer)
+        value = relative(safe_z, anchor, alpha, beta, c, centre, FORM) - normalizer
+        weight = tl.exp(value)
         slope_z = slope(safe_z, alpha, beta, c, FORM)
     elif FORM == LOGISTIC:
         x = z - c
@@ -140,21 +142,26 @@ def weight_and_slope(z, anchor, normalizer, alpha, beta, c, centre, FORM: tl.con
         right_at = tl.where(is_bent, 0.0, -beta * (anchor - c)) - normalizer
         slope_left = alpha + beta
         line = tl.where(left, slope_left * (x - left_from) + left_at, alpha * (z - anchor) + right_at)
-        weight = tl.exp2(line * LOG2_E - beta * log2(1.0 + fading, IS_ROUGH))
+        value2 = line * LOG2_E - beta * log2(1.0 + fading, IS_ROUGH)
+        value = value2 * LOG_2
+        weight = tl.exp2(value2)
         beyond = beta * (fading * reciprocal(1.0 + fading))
         slope_z = tl.where(left, slope_left - beyond, alpha + beyond)
     elif FORM == RELU:
         positive = tl.maximum(z, 0.0) + alpha
         weight = positive * (tl.exp(-normalizer) / (tl.maximum(anchor, 0.0) + alpha))
+        # A weight may round to 0 where its logarithm is none.
+        value = log2(positive, IS_ROUGH) * LOG_2 - (tl.log(tl.maximum(anchor, 0.0) + alpha) + normalizer)
         slope_z = tl.where(z > 0, reciprocal(positive), 0.0)
     else:
         inverse = 1.0 / alpha
         fading = tl.exp2(tl.abs(z) * (inverse * (-2.0 * LOG2_E)))
         share = reciprocal(1.0 + fading)
         magnitude = (1.0 - fading) * share
-        from_anchor = alpha * tl.where(z < 0, -magnitude, magnitude) - alpha * tanh(anchor * inverse)
-        weight = tl.exp2((from_anchor - normalizer) * LOG2_E)
+        value = alpha * tl.where(z < 0, -magnitude, magnitude) - (alpha * tanh(anchor * inverse) + normalizer)
+        weight = tl.exp2(value * LOG2_E)
         slope_z = (4.0 * fading) * (share * share)
     # NaN where all classes are masked, as under torch's softmax.
     nothing = normalizer - normalizer
-    return tl.where(is_kept, weight, nothing), tl.where(is_kept, slope_z, 1.0)
+    value = tl.where(is_kept, value, -float("inf"))
+    return value, tl.where(is_kept, weight, nothing), tl.where(is_kept, slope_z, 1.0)

@@ -83,7 +83,7 @@ def rows_kernel(
         centre = c
     lanes = tl.arange(0, BLOCK)
     IS_ROUGH: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16 and not C_PER_CLASS
-    IS_LEAN: tl.constexpr = not (HAS_DENSE or ARGUMENTS or C_PER_CLASS)
+    IS_LEAN: tl.constexpr = not (ARGUMENTS or C_PER_CLASS)
     for row in range(tl.program_id(0), R, tl.num_programs(0)):
         row64 = tl.full((), 1, tl.int64) * row
         pointer = logits + row64 * logits_stride
@@ -98,7 +98,7 @@ def rows_kernel(
             else:
                 c_y = c
         if STATS:
-            IS_TRIED: tl.constexpr = not (HAS_DENSE or HAS_ENTROPY or C_PER_CLASS)
+            IS_TRIED: tl.constexpr = not (HAS_ENTROPY or C_PER_CLASS)
             anchor = tl.full((), 0.0, tl.float32)
             normalizer = tl.full((), 0.0, tl.float32)
             is_found = False
@@ -107,18 +107,25 @@ def rows_kernel(
                 anchor = tl.max(first, 0)
                 anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
                 sums = tl.zeros([BLOCK], tl.float32)
+                dense_sum = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, V, BLOCK):
                     position = start + lanes
                     z = tl.load(
                         pointer + position, mask=position < V, other=-float("inf"), eviction_policy="evict_last"
                     )
-                    weight, _ = forms.weight_and_slope(
+                    value, weight, _ = forms.value_weight_and_slope(
                         forms.widened(z), anchor, 0.0, alpha, beta, c, centre, FORM, IS_ROUGH
                     )
                     sums += weight
+                    if HAS_DENSE:
+                        share = tl.load(dense_pointer + position, mask=position < V, other=0.0)
+                        dense_sum += tl.where(position < V, share * value, 0.0)
                 row_total = tl.sum(sums, 0)
                 normalizer = tl.log(row_total)
                 is_found = (row_total >= SMALLEST_SUM) & (row_total <= LARGEST_SUM)
+                if HAS_DENSE:
+                    # Written again where it is not found.
+                    tl.store(dense_R + row, tl.sum(dense_sum, 0))
             if not is_found:
                 largest = tl.full([BLOCK], -float("inf"), tl.float32)
                 for start in range(0, V, BLOCK):
@@ -191,16 +198,22 @@ def rows_kernel(
                 for start in range(0, V, BLOCK):
                     position = start + lanes
                     z = forms.widened(tl.load(pointer + position, mask=position < V, other=-float("inf")))
-                    weight, slope = forms.weight_and_slope(
+                    _, weight, slope = forms.value_weight_and_slope(
                         z, anchor, normalizer, alpha, beta, c, centre, FORM, IS_ROUGH
                     )
-                    gradient = (by_n * weight) * slope
+                    by_phi = by_n * weight
+                    if HAS_DENSE:
+                        by_phi += by_d * tl.load(dense_pointer + position, mask=position < V, other=0.0)
+                    gradient = by_phi * slope
                     tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=position < V)
                 if HAS_INDEX:
-                    weight, slope = forms.weight_and_slope(
+                    _, weight, slope = forms.value_weight_and_slope(
                         z_y, anchor, normalizer, alpha, beta, c, centre, FORM, IS_ROUGH
                     )
-                    gradient = (by_n * weight + by_s) * slope
+                    by_phi = by_n * weight + by_s
+                    if HAS_DENSE:
+                        by_phi += by_d * tl.load(dense_pointer + y, mask=has_target, other=0.0)
+                    gradient = by_phi * slope
                     # Every thread of the block has stored its tiles before the target is put right.
                     tl.debug_barrier()
                     tl.store(target_pointer + y, gradient.to(out.dtype.element_ty), mask=has_target)
@@ -216,7 +229,7 @@ def rows_kernel(
                     shift = c
                     if C_PER_CLASS:
                         shift = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)
-                    weight, slope = forms.weight_and_slope(
+                    _, weight, slope = forms.value_weight_and_slope(
                         z, anchor, normalizer, alpha, beta, shift, centre, FORM, IS_ROUGH
                     )
                     by_phi = by_n * weight

@@ -19,6 +19,7 @@ from sigsoftmax.backends.chunks import LossOptions, TokenLosses
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
 from sigsoftmax.backends.sources import LinearLogits, Source
 from sigsoftmax.backends.triton import plain, priors
+from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import TritonRows
 from sigsoftmax.forms import Form
 
@@ -135,31 +136,37 @@ def mixture_loss(
     tokens_of_program = max(1, priors.TILE // lanes)
 
     def mix(first: int, last: int) -> None:
-        mixture_kernel[(-(-(last - first) // tokens_of_program),)](
-            target_N,
-            losses if setup.class_weight is None else setup.class_weight,
-            setup.scale,
-            log_prior_NK,
-            vectors[1],
-            vectors[2],
-            vectors[3],
-            losses,
-            log_normalizer_NK,
-            by_normalizer,
-            by_target,
-            losses if by_prior_NK is None else by_prior_NK,
-            first,
-            last,
-            components,
-            options.ignore_index,
-            options.floor,
-            options.z_loss,
-            HAS_WEIGHT=setup.class_weight is not None,
-            HAS_FLOOR=options.floor != 0,
-            HAS_Z_LOSS=options.z_loss != 0,
-            HAS_GRADIENT=wants_gradient,
-            TOKENS=tokens_of_program,
-            LANES=lanes,
+        launch(
+            mixture_kernel,
+            -(-(last - first) // tokens_of_program),
+            (
+                target_N,
+                losses if setup.class_weight is None else setup.class_weight,
+                setup.scale,
+                log_prior_NK,
+                vectors[1],
+                vectors[2],
+                vectors[3],
+                losses,
+                log_normalizer_NK,
+                by_normalizer,
+                by_target,
+                losses if by_prior_NK is None else by_prior_NK,
+                first,
+                last,
+                components,
+                options.ignore_index,
+                options.floor,
+                options.z_loss,
+            ),
+            {
+                "HAS_WEIGHT": setup.class_weight is not None,
+                "HAS_FLOOR": options.floor != 0,
+                "HAS_Z_LOSS": options.z_loss != 0,
+                "HAS_GRADIENT": wants_gradient,
+                "TOKENS": tokens_of_program,
+                "LANES": lanes,
+            },
             num_warps=4,
         )
 

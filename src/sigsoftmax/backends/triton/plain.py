@@ -17,10 +17,12 @@ from torch import Tensor
 from sigsoftmax.backends.chunks import LossOptions, TokenLosses
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
 from sigsoftmax.backends.sources import LinearLogits, Source
+from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import TritonRows
 
 MOST_TOKENS = 2**17
 """Beyond it one program for all tokens would be slower than many torch operations."""
+WARPS = 16
 
 
 @triton.jit
@@ -160,31 +162,44 @@ class Setup:
         self.class_weight = None if class_weight_V is None else class_weight_V.float().contiguous()
         if scale_N is not None:
             scale_N = scale_N.float().contiguous()
-        self.launch = {"BLOCK": min(4096, triton.next_power_of_2(max(tokens, 32))), "num_warps": 16}
-        before_kernel[(1,)](
-            target_N,
-            self.scale if self.class_weight is None else self.class_weight,
-            self.scale if scale_N is None else scale_N,
-            self.index,
-            self.scale,
-            self.by_normalizer,
-            self.by_target,
-            self.z_slope,
-            self.empty,
-            tokens,
-            source.num_classes,
-            options.ignore_index,
-            options.z_loss,
-            HAS_WEIGHT=self.class_weight is not None,
-            HAS_SCALE=scale_N is not None,
-            IS_MEAN=is_mean and scale_N is None,
+        self.block = min(4096, triton.next_power_of_2(max(tokens, 32)))
+        launch(
+            before_kernel,
+            1,
+            (
+                target_N,
+                self.scale if self.class_weight is None else self.class_weight,
+                self.scale if scale_N is None else scale_N,
+                self.index,
+                self.scale,
+                self.by_normalizer,
+                self.by_target,
+                self.z_slope,
+                self.empty,
+                tokens,
+                source.num_classes,
+                options.ignore_index,
+                options.z_loss,
+            ),
+            {
+                "HAS_WEIGHT": self.class_weight is not None,
+                "HAS_SCALE": scale_N is not None,
+                "IS_MEAN": is_mean and scale_N is None,
+                "BLOCK": self.block,
+            },
             debug=True,
-            **self.launch,
+            num_warps=WARPS,
         )
 
     def total(self, losses: Tensor) -> Tensor:
         total = torch.empty((), dtype=torch.float32, device=losses.device)
-        total_kernel[(1,)](self.scale, losses, self.empty, total, losses.numel(), **self.launch)
+        launch(
+            total_kernel,
+            1,
+            (self.scale, losses, self.empty, total, losses.numel()),
+            {"BLOCK": self.block},
+            num_warps=WARPS,
+        )
         return total
 
 
@@ -241,23 +256,26 @@ def plain_loss(
         for first_class, logits_RV in source.class_blocks():
             routines.gradient_of_classes(logits_RV, stats, coefficients, index_N, None, first_class)
     total = torch.empty((), dtype=torch.float32, device=device)
-    after_kernel[(1,)](
-        target_N,
-        losses if setup.class_weight is None else setup.class_weight,
-        setup.scale,
-        offset,
-        normalizer,
-        at_target,
-        setup.empty,
-        losses,
-        log_normalizer,
-        total,
-        tokens,
-        options.ignore_index,
-        options.z_loss,
-        HAS_WEIGHT=setup.class_weight is not None,
-        HAS_Z_LOSS=options.z_loss != 0,
-        **setup.launch,
+    launch(
+        after_kernel,
+        1,
+        (
+            target_N,
+            losses if setup.class_weight is None else setup.class_weight,
+            setup.scale,
+            offset,
+            normalizer,
+            at_target,
+            setup.empty,
+            losses,
+            log_normalizer,
+            total,
+            tokens,
+            options.ignore_index,
+            options.z_loss,
+        ),
+        {"HAS_WEIGHT": setup.class_weight is not None, "HAS_Z_LOSS": options.z_loss != 0, "BLOCK": setup.block},
+        num_warps=WARPS,
     )
     none = index_N.new_empty(0)
     return total, TokenLosses(losses, log_normalizer.unsqueeze(-1), none, losses.new_empty(0))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sigsoftmax.backends.gradients import not_differentiable_again
 from sigsoftmax.backends.triton import forms
+from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.forms import Form
 
 MOST_COMPONENTS = 256
@@ -78,20 +79,11 @@ def _launch(
     lanes = triton.next_power_of_2(components)
     tokens_of_program = max(1, TILE // lanes)
     alpha, beta, c = (*values, 0.0, 0.0)[:3]
-    log_prior_kernel[(-(-tokens // tokens_of_program),)](
-        logits_NK,
-        log_prior_NK,
-        by_log_prior_NK,
-        out_NK,
-        tokens,
-        components,
-        alpha,
-        beta,
-        c,
-        FORM=forms.CODES[form],
-        BACKWARD=is_backward,
-        TOKENS=tokens_of_program,
-        LANES=lanes,
+    launch(
+        log_prior_kernel,
+        -(-tokens // tokens_of_program),
+        (logits_NK, log_prior_NK, by_log_prior_NK, out_NK, tokens, components, alpha, beta, c),
+        {"FORM": forms.CODES[form], "BACKWARD": is_backward, "TOKENS": tokens_of_program, "LANES": lanes},
         num_warps=4,
     )
 

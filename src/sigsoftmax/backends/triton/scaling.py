@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import multiprocessors
 
 MOST = 5
@@ -48,4 +49,10 @@ def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
         pointers = [*tensors, *[factor] * absent]
         sizes = [*(tensor.numel() for tensor in tensors), *[0] * absent]
         programs = min(-(-largest // BLOCK), 8 * multiprocessors(factor.device))
-        scale_kernel[(programs,)](factor, *pointers, *sizes, BLOCK=BLOCK, num_warps=8)
+        launch(
+            scale_kernel,
+            programs,
+            (factor, *pointers, *sizes),
+            {"BLOCK": BLOCK},
+            num_warps=8,
+        )

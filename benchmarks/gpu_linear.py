@@ -1,0 +1,219 @@
+"""Cases of the GPU benchmark on the linear loss: logits are the product of hidden vectors and an output matrix.
+
+Shapes: N tokens, V classes, d features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from gpu_losses import (
+    Peers,
+    linear_losses,
+    ours_linear,
+    step_of,
+    torch_linear,
+    torch_linear_of,
+    under_autocast,
+)
+from gpu_machine import SUITE, Machine, works
+from gpu_problems import DEVIATIONS, Implementation, Problem, linear_problem, relative_errors
+from measuring import MIB, Case, Measurement, Products, Step
+from torch import Tensor
+
+Shape = tuple[int, int, int]
+"""N, d, V"""
+FLOOR = "three matrix products alone"
+SLABS_MIB = {"fast": 576, "large": 1000, "exact": 300, "buffered": 512}
+"""Bytes of logits at a time in the modes of ours; what a user would pass as ``chunk_bytes``."""
+
+
+def shape_text(shape: Shape) -> str:
+    return "N={} d={} V={}".format(*shape)
+
+
+def ours() -> dict[str, Implementation]:
+    """Every way to sum the weight's gradient, and what a user gets who says nothing."""
+    return {
+        "ours sigsoftmax, fast": ours_linear("sigsoftmax", "fast", SLABS_MIB["fast"]),
+        "ours sigsoftmax, fast, 1 GiB": ours_linear("sigsoftmax", "fast", SLABS_MIB["large"]),
+        "ours sigsoftmax, exact": ours_linear("sigsoftmax", "exact", SLABS_MIB["exact"]),
+        "ours sigsoftmax, float32 buffer": ours_linear("sigsoftmax", "buffered", SLABS_MIB["buffered"]),
+        "ours sigsoftmax, default": ours_linear("sigsoftmax"),
+        "ours softmax, fast": ours_linear("softmax", "fast", SLABS_MIB["fast"]),
+    }
+
+
+def three_products(hidden: Tensor, weight: Tensor, slab_mib: float = 1024, passes: int = 1) -> Products:
+    """Logits and the gradients of both factors in the dtype of the hidden vectors, a slab of rows at a time.
+
+    The logits are computed in so many ``passes``: a loss that keeps none of them needs three, one for their sum and one
+    for each gradient.
+    """
+    rows_Rd = hidden.detach().flatten(0, -2)
+    weight_Vd = weight.detach().to(rows_Rd.dtype)
+    rows = max(1, int(slab_mib * MIB) // (weight_Vd.shape[0] * weight_Vd.element_size()))
+    # Slabs of equal size: a last one of a few rows would be a slow product.
+    count = -(-rows_Rd.shape[0] // rows)
+    rows = -(-rows_Rd.shape[0] // count)
+    slab = torch.randn(rows, weight_Vd.shape[0], device=weight.device).to(weight_Vd.dtype)
+    by_weight, by_rows = torch.zeros_like(weight_Vd), torch.empty_like(rows_Rd)
+
+    def run() -> Tensor:
+        for first in range(0, rows_Rd.shape[0], rows):
+            chunk = rows_Rd[first : first + rows]
+            for _ in range(passes):
+                logits = torch.mm(chunk, weight_Vd.t(), out=slab[: chunk.shape[0]])
+            torch.mm(logits, weight_Vd, out=by_rows[first : first + rows])
+            if first == 0:
+                torch.mm(logits.t(), chunk, out=by_weight)
+            else:
+                by_weight.addmm_(logits.t(), chunk)
+        return by_weight
+
+    return Products(run, [])
+
+
+def of_deviations(make: Callable[..., Problem]) -> dict[str, Callable[[], Problem]]:
+    return {
+        f"deviation {deviation:g}": lambda deviation=deviation: make(deviation=deviation) for deviation in DEVIATIONS
+    }
+
+
+def bfloat16_weights(
+    machine: Machine, peers: Peers, shape: Shape, targets: Mapping[str, str], *, peaked: bool, rounds: int
+) -> list[Measurement]:
+    def make(deviation: float = 1.0) -> Problem:
+        return linear_problem(machine.device, *shape, deviation=deviation, peaked=peaked)
+
+    kinds = {"peaked": make} if peaked else of_deviations(make)
+    problem = make()
+    losses = linear_losses(machine, peers) | ours()
+    losses = {
+        name: loss
+        for name, loss in losses.items()
+        if works(machine, name, lambda loss=loss: problem.gradients(loss.loss))
+    }
+    # Plain torch is what errors are relative to.
+    errors = relative_errors({name: loss for name, loss in losses.items() if name != "torch softmax"}, kinds)
+    machine.empty_cache()
+    steps: dict[str, Step] = {name: step_of(loss.loss, problem) for name, loss in losses.items()}
+    assert problem.weight is not None
+    steps[FLOOR] = three_products(problem.hidden, problem.weight)
+    case = Case(
+        suite=SUITE,
+        name=f"linear cross-entropy, bf16, {'peaked logits, ' if peaked else ''}{shape_text(shape)}",
+        baseline="torch.compile softmax",
+        implementations=steps,
+        targets=targets,
+    )
+    return machine.measured(case, rounds, errors=errors)
+
+
+def float32_weights(machine: Machine, shape: Shape, ratio: float, rounds: int) -> list[Measurement]:
+    """Products in bf16 under autocast; the bf16 copy of the weight is not counted as memory."""
+
+    def make(deviation: float = 1.0, has_bias: bool = True) -> Problem:
+        return linear_problem(machine.device, *shape, deviation=deviation, dtype=torch.float32, has_bias=has_bias)
+
+    own = {f"ours {f}": under_autocast(machine, ours_linear(f)) for f in ("sigsoftmax", "softmax")}
+    errors = relative_errors(own, of_deviations(make))
+    machine.empty_cache()
+    compiled = Implementation("softmax", torch_linear_of("softmax", machine.compiled(torch_linear)))
+    losses = {"torch.compile softmax": under_autocast(machine, compiled), **own}
+    problem = make(has_bias=False)
+    case = Case(
+        suite=SUITE,
+        name=f"linear cross-entropy, float32 weights under bf16 autocast, {shape_text(shape)}",
+        baseline="torch.compile softmax",
+        implementations={name: step_of(loss.loss, problem) for name, loss in losses.items()},
+        targets={
+            "ours sigsoftmax": f"<= {ratio}x, <= 600 MiB, <= 1.0x torch's error",
+            "ours softmax": "<= 600 MiB, <= 1.0x torch's error",
+        },
+    )
+    _, features, classes = shape
+    return machine.measured(case, rounds, errors=errors, not_counted_mib=2 * features * classes / MIB)
+
+
+def small(machine: Machine, peers: Peers, shape: Shape, rounds: int) -> list[Measurement]:
+    """Where the host's time counts: in a CUDA graph and outside."""
+
+    def make(deviation: float = 1.0) -> Problem:
+        return linear_problem(machine.device, *shape, deviation=deviation)
+
+    problem = make()
+    losses = linear_losses(machine, peers)
+    losses = {
+        name: loss
+        for name, loss in losses.items()
+        if works(machine, name, lambda loss=loss: problem.gradients(loss.loss))
+    }
+    losses |= {"ours sigsoftmax": ours_linear("sigsoftmax"), "ours softmax": ours_linear("softmax")}
+    errors = relative_errors(
+        {name: loss for name, loss in losses.items() if name != "torch softmax"}, of_deviations(make)
+    )
+    steps = {name: step_of(loss.loss, problem) for name, loss in losses.items()}
+    for name in ("torch softmax", "ours sigsoftmax", "ours softmax"):
+        steps[name]()
+        steps[f"{name} in a CUDA graph"] = machine.captured(steps[name])
+    case = Case(
+        suite=SUITE,
+        name=f"linear cross-entropy, bf16, {shape_text(shape)}",
+        baseline="torch softmax",
+        implementations=steps,
+        targets={
+            "ours sigsoftmax": "<= 0.35 ms, <= 1.2x torch's error",
+            "ours sigsoftmax in a CUDA graph": "<= 0.2 ms",
+        },
+    )
+    return machine.measured(case, rounds, errors=errors, has_host_times=True)
+
+
+def recomputing(machine: Machine, shape: Shape, rounds: int) -> list[Measurement]:
+    """What a loss could gain that keeps no logits but computes them again, where features are few.
+
+    With the sums of each gradient in a fixed order it takes five products; ours is to be no slower than these alone.
+    """
+    problem = linear_problem(machine.device, *shape)
+    assert problem.weight is not None
+    five = "five matrix products alone"
+    steps: dict[str, Step] = {
+        five: three_products(problem.hidden, problem.weight, passes=3),
+        FLOOR: three_products(problem.hidden, problem.weight),
+        "ours sigsoftmax": step_of(ours_linear("sigsoftmax").loss, problem),
+    }
+    for name in list(steps):
+        steps[name]()
+        steps[name] = machine.captured(steps[name])
+    case = Case(
+        suite=SUITE,
+        name=f"keeping a slab of logits, or none: in CUDA graphs, bf16, {shape_text(shape)}",
+        baseline=five,
+        implementations=steps,
+        targets={},
+    )
+    return machine.measured(case, rounds)
+
+
+def beside_sigsoftmax(machine: Machine, shape: Shape, rounds: int) -> list[Measurement]:
+    """softmax through our path and sigsoftmax alone, so that their ratio is taken within a round."""
+    problem = linear_problem(machine.device, *shape)
+    steps: dict[str, Step] = {}
+    for function in ("sigsoftmax", "softmax"):
+        name = f"ours {function}"
+        steps[name] = step_of(ours_linear(function, "fast", SLABS_MIB["fast"]).loss, problem)
+        steps[name]()
+        steps[f"{name} in a CUDA graph"] = machine.captured(steps[name])
+    case = Case(
+        suite=SUITE,
+        name=f"softmax beside sigsoftmax, linear cross-entropy, bf16, fast, {shape_text(shape)}",
+        baseline="ours sigsoftmax",
+        implementations=steps,
+        targets={
+            "ours softmax": "<= 1.0x",
+            "ours softmax in a CUDA graph": "<= 1.0x of ours sigsoftmax in a CUDA graph",
+        },
+    )
+    return machine.measured(case, rounds)

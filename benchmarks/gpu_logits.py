@@ -1,0 +1,124 @@
+"""Cases of the GPU benchmark on logits that the caller holds.
+
+Shapes: N tokens, V classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from gpu_losses import Peers, logits_losses, ours_logits, step_of
+from gpu_machine import SUITE, Machine, works
+from gpu_problems import DEVIATIONS, Problem, logits_problem, relative_errors
+from measuring import Case, Measurement, Products, Step
+
+from sigsoftmax import OutputFunction
+
+Maker = Callable[[], Problem]
+IN_PLACE = "Liger softmax, in place"
+MEMBERS = (
+    "softmax",
+    "sigsoftmax",
+    "softmax(alpha=1.5)",
+    "shifted_sigsoftmax(b=1)",
+    "gss(k=0.2)",
+    "sigmoid",
+    "relu",
+    "softcap",
+)
+
+
+def shape_text(tokens: int, classes: int) -> str:
+    return f"N={tokens} V={classes}"
+
+
+def random_logits(machine: Machine, tokens: int, classes: int) -> dict[str, Maker]:
+    return {
+        f"deviation {deviation:g}": lambda deviation=deviation: logits_problem(
+            machine.device, tokens, classes, deviation=deviation
+        )
+        for deviation in DEVIATIONS
+    }
+
+
+def whole_steps(
+    machine: Machine, peers: Peers, tokens: int, classes: int, *, peaked: bool, rounds: int
+) -> list[Measurement]:
+    """Forward and backward as a training step calls them, beside torch and peers."""
+    if peaked:
+        kinds: Mapping[str, Maker] = {
+            "peaked": lambda: logits_problem(machine.device, tokens, classes, peaked=True),
+        }
+    else:
+        kinds = random_logits(machine, tokens, classes)
+    first = next(iter(kinds.values()))()
+    losses = {
+        name: loss
+        for name, loss in logits_losses(machine, peers).items()
+        if works(machine, name, lambda loss=loss: first.gradients(loss.loss))
+    }
+    errors = relative_errors(losses, kinds)
+    machine.empty_cache()
+    steps = {name: step_of(loss.loss, first) for name, loss in losses.items()}
+    if "Liger softmax" in steps and peers.liger_logits is not None:
+        liger = peers.liger_logits
+        del steps["Liger softmax"]
+        errors[IN_PLACE] = errors.pop("Liger softmax")
+        # It overwrites its input. A copy would be timed with it, so its next input is whatever it left.
+        scratch = first.hidden.detach().clone().requires_grad_()
+        steps[IN_PLACE] = Step(lambda: liger(scratch, first.target), [scratch])
+    case = Case(
+        suite=SUITE,
+        name=f"cross-entropy of {'peaked ' if peaked else ''}bf16 logits, {shape_text(tokens, classes)}",
+        baseline="torch.compile softmax",
+        implementations=steps,
+        targets={
+            "ours sigsoftmax": "<= 1.6 ms, <= 1.03x of ours softmax, <= 1.2x torch's error, aim 1.25 ms",
+            "ours softmax": "<= 1.2x torch's error",
+        },
+    )
+    # What overwrites its input has no gradient to set apart.
+    return machine.measured(case, rounds, errors=errors, without_peak=(IN_PLACE,))
+
+
+def device_alone(machine: Machine, tokens: int, classes: int, rounds: int) -> list[Measurement]:
+    """Every member and the rarer options in CUDA graphs, and what reading and writing the logits takes."""
+    problem = logits_problem(machine.device, tokens, classes)
+    steps = {f"ours {function}": step_of(ours_logits(function), problem) for function in MEMBERS}
+    options = {"label smoothing": {"label_smoothing": 0.1}, "z-loss": {"z_loss": 1e-4}}
+    for name, values in options.items():
+        steps[f"ours sigsoftmax with {name}"] = step_of(ours_logits("sigsoftmax", **values), problem)
+    for name, shape in (("learned k and c", ()), ("learned k and c per class", (classes,))):
+        k = torch.full((), 0.5, device=machine.device, requires_grad=True)
+        c = torch.zeros(shape, device=machine.device, requires_grad=True)
+        steps[f"ours gss with {name}"] = step_of(ours_logits(OutputFunction("gss", k=k, c=c)), problem, k, c)
+    replays: dict[str, Step] = {}
+    for name, step in steps.items():
+        step()
+        replays[name] = machine.captured(step)
+    copied = torch.empty_like(problem.hidden)
+    replays["a copy: one read and one write of the logits"] = machine.captured(
+        Products(lambda: copied.copy_(problem.hidden.detach()), [])
+    )
+    case = Case(
+        suite=SUITE,
+        name=f"cross-entropy of bf16 logits without the host (CUDA graphs), {shape_text(tokens, classes)}",
+        baseline="ours softmax",
+        implementations=replays,
+        targets={"ours sigsoftmax": "<= 1.6 ms, <= 1.03x, aim 1.25 ms"},
+    )
+    return machine.measured(case, rounds)
+
+
+def beside_softmax(machine: Machine, tokens: int, classes: int, rounds: int) -> list[Measurement]:
+    """sigsoftmax and softmax alone, so that their ratio is taken within a round."""
+    problem = logits_problem(machine.device, tokens, classes)
+    case = Case(
+        suite=SUITE,
+        name=f"sigsoftmax beside softmax, bf16 logits, {shape_text(tokens, classes)}",
+        baseline="ours softmax",
+        implementations={f"ours {f}": step_of(ours_logits(f), problem) for f in ("softmax", "sigsoftmax")},
+        targets={"ours sigsoftmax": "<= 1.03x"},
+    )
+    return machine.measured(case, rounds, has_host_times=True)

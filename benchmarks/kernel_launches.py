@@ -1,0 +1,165 @@
+"""Which kernels a piece of code launches, and compiling them for an H100 or H200 with no GPU present.
+
+The code runs on tensors without data (``device="meta"``); launches are recorded, and each becomes a signature as Triton
+itself would derive it. Launches that Triton would serve by the same compiled kernel are one variant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sigsoftmax import validation
+from sigsoftmax.backends import dispatch, token_loss
+from sigsoftmax.backends import triton as kernels
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    values: dict[str, Any]
+    """Arguments by name."""
+    options: dict[str, Any]
+
+
+class Recorder:
+    """Stands in for a kernel, and keeps what it is launched with."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*positional: Any, **named: Any) -> None:
+            values = dict(zip(self.kernel.arg_names, positional, strict=False))
+            values |= {key: value for key, value in named.items() if key in self.kernel.arg_names}
+            options = {key: value for key, value in named.items() if key not in self.kernel.arg_names}
+            self.launches.append(Launch(self.kernel, values, options))
+
+        return launch
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Within it no kernel runs, and the public losses take tensors without data."""
+    launches: list[Launch] = []
+    modules = [importlib.import_module(f"{kernels.__name__}.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)]
+    backend = dispatch.Backend(dispatch._BACKENDS["triton"].routines, lambda form, dtype, device: None)
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            for name, value in vars(module).copy().items():
+                if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
+                    stack.enter_context(mock.patch.object(module, name, Recorder(value, launches)))
+        scaling = importlib.import_module(f"{kernels.__name__}.scaling")
+
+        def times(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+            scaling.scale_in_place(gradients, factor)
+            return list(gradients)
+
+        stack.enter_context(mock.patch.object(token_loss, "times", times))
+        stack.enter_context(mock.patch.dict(dispatch._BACKENDS, triton=backend))
+        stack.enter_context(mock.patch.object(validation, "wants_messages", return_value=False))
+        # torch does not know autocasting without a device.
+        stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", return_value=False))
+        yield launches
+
+
+class Signature(NamedTuple):
+    types: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[tuple[int, ...], list[list[Any]]]
+
+
+def signature(launch: Launch) -> Signature:
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, parameter in enumerate(launch.kernel.params):
+        name, value = parameter.name, launch.values[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            types[name], constants[name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            types[name] = POINTERS[value.dtype]
+            # As if all memory began at an aligned address, which that of torch does.
+            if value.storage_offset() * value.element_size() % 16 == 0:
+                attributes[i,] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            types[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[i,] = [["tt.divisibility", 16]]
+        else:
+            types[name] = "fp32"
+    return Signature(types, constants, attributes)
+
+
+def variants(launches: list[Launch]) -> dict[str, Launch]:
+    """One launch for each kernel that has to be compiled, by a text that tells them apart."""
+    found: dict[str, Launch] = {}
+    for launch in launches:
+        kernel = f"{launch.kernel.__module__}.{launch.kernel.__name__}"
+        found.setdefault(f"{kernel} {signature(launch)} {sorted(launch.options.items())}", launch)
+    return found
+
+
+@dataclass(frozen=True)
+class Compiled:
+    name: str
+    milliseconds: float
+    """of the processor, so that others who use it do not count"""
+    registers: int
+    spilled_bytes: int
+
+
+def _processor_seconds() -> float:
+    """Of this process and of the assembler, which is a process of its own."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def compiled(launch: Launch, folder: Path) -> Compiled:
+    """Compile anew, whatever the cache holds, and ask the assembler what the kernel uses."""
+    source = ASTSource(launch.kernel, *signature(launch))
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True
+        start = _processor_seconds()
+        kernel = triton.compile(source, target=TARGET, options=launch.options)
+        milliseconds = 1e3 * (_processor_seconds() - start)
+    report = assembler_report(kernel.asm["ptx"], folder)
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", report)]
+    spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", report)]
+    if not registers or not spills:
+        raise ValueError(f"the assembler says nothing of registers or spills:\n{report}")
+    return Compiled(launch.kernel.__name__, milliseconds, max(registers), sum(spills))
+
+
+def assembler_report(ptx: str, folder: Path) -> str:
+    source = folder / "kernel.ptx"
+    source.write_text(ptx, encoding="utf-8")
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    architecture = re.search(r"^\.target (\w+)", ptx, re.M)
+    assert architecture
+    command = [str(assembler), "-v", f"--gpu-name={architecture[1]}", str(source), "-o", str(folder / "kernel.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr

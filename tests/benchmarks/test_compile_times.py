@@ -1,0 +1,67 @@
+"""Which kernels a program launches without data, and how variants are counted; compiling is another test's."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("this process interprets kernels", allow_module_level=True)
+
+import compile_times
+import kernel_launches
+import torch
+
+from sigsoftmax.backends import dispatch
+from sigsoftmax.backends.triton import plain, scaling
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Names of the kernels that would be compiled."""
+    names = []
+
+    def compile_nothing(launch, folder):
+        names.append(launch.kernel.__name__)
+        return kernel_launches.Compiled(launch.kernel.__name__, 10.0, 32 + len(names), 0)
+
+    monkeypatch.setattr(kernel_launches, "compiled", compile_nothing)
+    return names
+
+
+def test_programs_add_up_their_variants(compiled):
+    found = {m.implementation: m for m in compile_times.without_a_device()}
+    counts = {name: m.compiled_variants for name, m in found.items()}
+    assert min(counts.values()) >= 2
+    assert counts["ours: training, bf16, batches of any size"] > counts["ours: training, bf16"]
+    many = "ours: every member on logits, each dtype and option"
+    assert counts[many] > counts["ours: every member on logits, bf16"]
+    # What an earlier program compiled is counted again, but not compiled again.
+    assert len(compiled) < sum(counts.values())
+    assert all(m.milliseconds == 10.0 * m.compiled_variants for m in found.values())
+    assert found[many].most_registers == 32 + len(compiled)
+
+
+def test_launches_differ_by_what_triton_specialises():
+    kernel = plain.total_kernel
+    x = torch.empty(64, device="meta")
+
+    def launch(size, values=x, block=4096):
+        recorded = []
+        kernel_launches.Recorder(kernel, recorded)[(1,)](values, x, x, x, size, BLOCK=block, num_warps=8)
+        return recorded[0]
+
+    same = [launch(32), launch(64), launch(1024)]
+    assert len(kernel_launches.variants(same)) == 1
+    others = [launch(33), launch(1), launch(2**40), launch(64, x.bfloat16()), launch(64, x[1:]), launch(64, block=8)]
+    assert len(kernel_launches.variants([*same, *others])) == 1 + len(others)
+
+
+def test_recording_leaves_all_as_it_was():
+    before, kernel = dict(dispatch._BACKENDS), scaling.scale_kernel
+    with kernel_launches.recorded() as launches:
+        compile_times.training("meta")
+        assert scaling.scale_kernel is not kernel
+    assert "scale_kernel" in {launch.kernel.__name__ for launch in launches}
+    assert before == dispatch._BACKENDS
+    assert scaling.scale_kernel is kernel
