@@ -22,7 +22,15 @@ import torch.distributed as dist
 TIMEOUT_S = 60.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "sigsoftmax.distributed", "tests.tables"]
+    [
+        "torch",
+        "torch.distributed.tensor",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+        "sigsoftmax.distributed",
+        "sigsoftmax.lm.teams",
+        "tests.tables",
+    ]
 )
 
 

@@ -105,21 +105,6 @@ def test_errors_of_the_program_keep_their_type() -> None:
     assert not dist.is_initialized(), "and one process can try again"
 
 
-def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code of docs/distributed.md, in a world of one."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
-    assert blocks
-    try:
-        exec(compile("\n".join(blocks), "docs/distributed.md", "exec"), {"__name__": "page"})
-        assert not dist.is_initialized()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_compiled_model_calls_the_loss_uncompiled() -> None:

@@ -232,6 +232,17 @@ def test_records_of_epochs_that_are_trained_again_are_not_doubled(tmp_path):
     assert [record.epoch for record in epochs_of(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_records_of_a_run_that_died_before_its_first_checkpoint_are_not_doubled(tmp_path):
+    trainer = small_trainer(tmp_path, recipe=small_recipe(epochs=2), checkpoint_updates=10**6)
+    while not (progress := trainer.advance()) or progress.epoch < 2:
+        pass
+    # As if killed between the record and the checkpoint.
+    (tmp_path / "last.safetensors").unlink(missing_ok=True)
+    assert len(epochs_of(tmp_path)) == 1
+    small_trainer(tmp_path, recipe=small_recipe(epochs=2)).run()
+    assert [record.epoch for record in epochs_of(tmp_path)] == [1, 2]
+
+
 def test_the_meta_of_a_checkpoint_is_plain_json(finished):
     meta = checkpoints.load(finished / "best.safetensors").meta
     assert json.loads(json.dumps(meta, allow_nan=False)) == meta

@@ -15,6 +15,7 @@ __all__ = ["add_changes", "add_resources", "add_verbs", "resources"]
 
 PRECISIONS = ("float32", "tf32", "bf16")
 SPLITS = ("valid", "test")
+PARALLEL = ("ddp", "fsdp", "vocabulary")
 
 
 def add_verbs(verbs: Verbs) -> None:
@@ -71,6 +72,7 @@ def resources(arguments: argparse.Namespace, *, device: str | None = None, at_on
         device=arguments.device or device or default_device(),
         precision=getattr(arguments, "precision", "float32"),
         at_once=at_once if getattr(arguments, "at_once", None) is None else arguments.at_once,
+        parallel=getattr(arguments, "parallel", None),
     )
 
 
@@ -142,6 +144,7 @@ def _add_training(verbs: Verbs) -> None:
     add_changes(train, "the recipes")
     add_out(train, "runs", "runs")
     add_resources(train)
+    _add_parallel(train)
     train.add_argument("--tensorboard", action="store_true", help="write curves for TensorBoard into each run's folder")
 
     finetune = verbs.add(
@@ -154,7 +157,17 @@ def _add_training(verbs: Verbs) -> None:
     )
     finetune.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, as runs/ptb-softmax/141")
     add_resources(finetune)
+    _add_parallel(finetune)
     finetune.add_argument("--tensorboard", action="store_true", help="write curves for TensorBoard")
+
+
+def _add_parallel(parser: Parser) -> None:
+    parser.add_argument(
+        "--parallel",
+        choices=PARALLEL,
+        help="what the processes of torchrun divide: columns of text (ddp, the default), also the weights (fsdp), or "
+        "the words of the output matrix (vocabulary)",
+    )
 
 
 def _train(arguments: argparse.Namespace) -> None:

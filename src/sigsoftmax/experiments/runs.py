@@ -12,6 +12,7 @@ import torch
 from sigsoftmax.lm.config import PRECISIONS, Recipe
 from sigsoftmax.lm.corpus_files import PUBLISHED
 from sigsoftmax.lm.data import Corpus
+from sigsoftmax.lm.parallel import KINDS, Kind
 from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
 from sigsoftmax.lm.saved_models import LoadedModel, check_same_corpus, load_model
 from sigsoftmax.lm.training import Phase, Trainer, resolve_device
@@ -38,12 +39,16 @@ class Resources:
     precision: str = "float32"
     at_once: int = 1
     """runs that share the device; on a CPU each in a process of one thread"""
+    parallel: Kind | None = None
+    """how the processes of torchrun divide a run; None: as DDP does, and without torchrun not at all"""
 
     def __post_init__(self) -> None:
         if self.at_once < 1:
             raise ValueError(f"at_once must be at least 1, got {self.at_once}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if self.parallel is not None and self.parallel not in KINDS:
+            raise ValueError(f"parallel must be one of {', '.join(KINDS)}, got {self.parallel!r}")
         resolve_device(self.device)
 
     def corpus(self, name: str) -> Corpus:
@@ -91,6 +96,7 @@ class Run:
             device=resources.device,
             precision=resources.precision,
             concurrent_runs=resources.at_once,
+            parallel=resources.parallel,
         )
 
 

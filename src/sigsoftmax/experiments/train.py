@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sigsoftmax.experiments.display import Display, Watcher, make_display, watching
 from sigsoftmax.experiments.evaluate import evaluate_best, evaluation_line
+from sigsoftmax.experiments.joined import Silent, joined
 from sigsoftmax.experiments.runs import Resources, Run, planned_runs, run_in
 from sigsoftmax.experiments.tensorboard import TensorBoard
 from sigsoftmax.experiments.training_runs import train_runs
@@ -43,7 +44,7 @@ class FinetuneConfig:
 
 
 def run(config: TrainConfig, say: Say, display: Display | None = None) -> Trained:
-    """Train, evaluate, print."""
+    """Train, evaluate, print. Started by torchrun on every process, they share each run, and the first one prints."""
     return _shown(config.runs(), config.resources, say, display, tensorboard=config.tensorboard)
 
 
@@ -56,12 +57,18 @@ def finetune(config: FinetuneConfig, say: Say, display: Display | None = None) -
 def _shown(
     runs: Sequence[Run], resources: Resources, say: Say, display: Display | None, *, tensorboard: bool
 ) -> Trained:
-    watchers = [TensorBoard()] if tensorboard else []
-    with display or make_display() as shown:
-        trained = dict(train_and_evaluate(runs, resources, shown, say, *watchers))
-    if len(runs) > 1:
-        say(seeds_table({run: trained[run] for run in runs}))
+    with joined(resources) as (own_resources, prints):
+        watchers = [TensorBoard()] if tensorboard and prints else []
+        with (display or make_display()) if prints else Silent() as shown:
+            say = say if prints else _say_nothing
+            trained = dict(train_and_evaluate(runs, own_resources, shown, say, *watchers))
+        if len(runs) > 1:
+            say(seeds_table({run: trained[run] for run in runs}))
     return trained
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def train_and_evaluate(

@@ -1,6 +1,7 @@
 """Several runs: in turns on one device, or on a CPU in processes of one thread each, which small models use better.
 
-What is done with a run that has ended (evaluating it, measuring it) is done where it was trained.
+What is done with a run that has ended (evaluating it, measuring it) is done where it was trained. Where the processes
+of torchrun have made it together, the first one does it and tells the others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sigsoftmax.experiments.joined import started_processes
 from sigsoftmax.experiments.runs import Resources, Run
 from sigsoftmax.lm.data import Corpus
 from sigsoftmax.lm.interruption import SoftStop
@@ -46,6 +48,13 @@ def train_runs(
     """
     if find_spec("safetensors") is None:
         raise ValueError("runs are kept with safetensors: pip install 'sigsoftmax[lm]'")
+    if resources.parallel is None and (started_processes() or 1) > 1:
+        raise ValueError(
+            "several processes of torchrun would all write the same runs; start this with python alone, and use "
+            "torchrun with 'train' and 'finetune', whose processes share a run"
+        )
+    if resources.parallel is not None:
+        after = _by_the_first(after)
     if resources.at_once > 1 and len(runs) > 1 and torch.device(resources.device).type == "cpu":
         yield from _in_processes(runs, resources, after, watch)
     else:
@@ -79,6 +88,12 @@ def _in_turns(runs: Sequence[Run], resources: Resources, after: After[T], watch:
             errors.append(Diverged(f"{' and '.join(run.name for run in left.values())}: {error}"))
     if errors:
         raise errors[0]
+
+
+def _by_the_first(after: After[T]) -> After[T]:
+    from sigsoftmax.lm.teams import told_by_first
+
+    return lambda run, corpus, resources: told_by_first(lambda: after(run, corpus, resources))
 
 
 class _Corpora:

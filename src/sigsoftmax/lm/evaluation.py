@@ -15,6 +15,7 @@ from torch import Tensor
 from sigsoftmax.lm.capture import RepeatedCalls
 from sigsoftmax.lm.config import Precision
 from sigsoftmax.lm.model import LanguageModel
+from sigsoftmax.lm.parallel import Alone
 from sigsoftmax.lm.precision import arithmetic, lstm_dtype
 
 __all__ = ["WINDOW", "Evaluation", "Evaluator", "evaluate"]
@@ -47,14 +48,23 @@ class Evaluator:
     """Evaluates a model on one text, as often as asked; on a GPU by replaying a graph, without waiting for it."""
 
     def __init__(
-        self, model: LanguageModel, text_RB: Tensor, *, precision: Precision = "float32", capture: bool = True
+        self,
+        model: LanguageModel,
+        text_RB: Tensor,
+        *,
+        precision: Precision = "float32",
+        capture: bool = True,
+        parallel: Alone | None = None,
     ) -> None:
         if text_RB.shape[0] < 2:
             raise ValueError(f"a text must have at least 2 rows to be evaluated, got {text_RB.shape[0]}")
         self._model, self._precision = model, precision
         device = model.embedding.device
-        self._text_RB = text_RB.to(device)
-        self._states = model.zero_state(text_RB.shape[1], lstm_dtype(precision))
+        self._parallel = Alone(model) if parallel is None else parallel
+        self._shape = text_RB.shape
+        own = self._parallel.evaluated_columns(text_RB.shape[1])
+        self._text_RB, self._counts = text_RB[:, own.columns].to(device), own.counts
+        self._states = model.zero_state(self._text_RB.shape[1], lstm_dtype(precision))
         self._row = torch.zeros((), dtype=torch.int64, device=device)
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._steps = torch.arange(WINDOW, device=device)
@@ -71,16 +81,17 @@ class Evaluator:
             yield
 
     def result(self) -> Evaluation:
-        rows, batch = self._text_RB.shape
-        return Evaluation(float(self._total), (rows - 1) * batch, rows, batch)
+        """Of all columns; each process has read its own."""
+        rows, batch = self._shape
+        total = self._parallel.sum(self._total if self._counts else torch.zeros_like(self._total))
+        return Evaluation(float(total), (rows - 1) * batch, rows, batch)
 
     @torch.no_grad()
     def _window(self, length: int) -> None:
         rows = self._row + self._steps[:length]
         tokens, targets = self._text_RB.index_select(0, rows), self._text_RB.index_select(0, rows + 1)
         with arithmetic(self._precision, self._text_RB.device):
-            features = self._model.features(tokens, self._states, dtype=lstm_dtype(self._precision))
-            loss = self._model.loss(features, targets)
+            loss, features = self._model(tokens, targets, self._states, dtype=lstm_dtype(self._precision))
         self._total += loss.double() * tokens.numel()
         for old, new in zip(self._states, features.states, strict=True):
             old.hidden.copy_(new.hidden)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sigsoftmax.border import is_dtensor
 from sigsoftmax.heads import Head
 from sigsoftmax.lm.config import ModelConfig
 from sigsoftmax.lm.recurrent import LayerState, LstmStack
@@ -85,6 +86,19 @@ class LanguageModel(nn.Module):
     def zero_state(self, batch: int, dtype: torch.dtype = torch.float32) -> list[LayerState]:
         return self.stack.zero_state(batch, dtype)
 
+    def forward(
+        self,
+        tokens_TB: Tensor,
+        targets_TB: Tensor,
+        states: Sequence[LayerState],
+        masks: Masks | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, Features]:
+        """The loss of a window, and what it was made from: one call, as what divides a model over processes needs."""
+        features = self.features(tokens_TB, states, masks, dtype=dtype)
+        return self.loss(features, targets_TB), features
+
     def features(
         self,
         tokens_TB: Tensor,
@@ -94,7 +108,7 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> Features:
         """The recurrent part; ``dtype`` is what the LSTM computes in."""
-        embedded = F.embedding(tokens_TB, self.embedding)
+        embedded = self._embedded(tokens_TB)
         none = [None] * len(self.config.hidden)
         if masks is not None:
             if masks.words_V is not None:
@@ -112,6 +126,13 @@ class LanguageModel(nn.Module):
             dropped = raw * masks.output_1BH.to(raw.dtype)
         self._latent_mask.mask = None if masks is None else masks.latent_1BKD
         return Features(raw, dropped, new_states)
+
+    def _embedded(self, tokens_TB: Tensor) -> Tensor:
+        if not is_dtensor(self.embedding):
+            return F.embedding(tokens_TB, self.embedding)
+        from sigsoftmax.lm.divided_words import embedding_of_ranks
+
+        return embedding_of_ranks(tokens_TB, self.embedding)
 
     def loss(self, features: Features, targets_TB: Tensor) -> Tensor:
         """Mean negative log-likelihood of the window, in nats."""

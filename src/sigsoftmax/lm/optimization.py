@@ -10,32 +10,49 @@ out of the average.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["AveragedSgd", "NonMonotonicTrigger", "clip_norm_"]
+__all__ = ["AveragedSgd", "NonMonotonicTrigger", "clip_norm_", "joint_norm"]
 
 # torch.nn.utils.clip_grad_norm_ has the same.
 NORM_EPSILON = 1e-6
 
 
-def clip_norm_(gradients: Sequence[Tensor], longest: float) -> Tensor:
+def joint_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all numbers together."""
+    return torch.stack(torch._foreach_norm(list(gradients))).norm()
+
+
+def clip_norm_(
+    gradients: Sequence[Tensor], longest: float, norm_of: Callable[[Sequence[Tensor]], Tensor] = joint_norm
+) -> Tensor:
     """Scale gradients in place so that their joint norm is at most ``longest``; returns the norm before."""
-    norm = torch.stack(torch._foreach_norm(list(gradients))).norm()
+    norm = norm_of(gradients)
     scale = (longest / (norm + NORM_EPSILON)).clamp(max=1.0)
     torch._foreach_mul_(list(gradients), scale)
     return norm
 
 
 class AveragedSgd:
-    """SGD without momentum; after :meth:`begin_averaging` also the mean of the iterates."""
+    """SGD without momentum; after :meth:`begin_averaging` also the mean of the iterates.
 
-    def __init__(self, parameters: Sequence[Tensor], *, clip: float, weight_decay: float) -> None:
+    ``norm_of`` measures the gradients that are clipped, where these are a part of all.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        *,
+        clip: float,
+        weight_decay: float,
+        norm_of: Callable[[Sequence[Tensor]], Tensor] = joint_norm,
+    ) -> None:
         self.parameters = list(parameters)
-        self.clip, self.weight_decay = clip, weight_decay
+        self.clip, self.weight_decay, self._norm_of = clip, weight_decay, norm_of
         self.averages: list[Tensor] = []
         device = self.parameters[0].device
         self._updates = torch.zeros((), dtype=torch.float64, device=device)
@@ -58,7 +75,7 @@ class AveragedSgd:
     def update(self, gradients: Sequence[Tensor], step_size: float) -> None:
         """One update with gradients that may be overwritten."""
         gradients = list(gradients)
-        clip_norm_(gradients, self.clip)
+        clip_norm_(gradients, self.clip, self._norm_of)
         if self.weight_decay:
             torch._foreach_add_(gradients, self.parameters, alpha=self.weight_decay)
         if not self.averages:

@@ -121,6 +121,7 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
 
 
 def from_json(plain: Mapping[str, Any]) -> Recipe:
+    """The recipe that :func:`to_json` wrote."""
     built: Recipe = from_plain(Recipe, dict(plain), "recipe")
     return built
 

@@ -49,6 +49,11 @@ class LstmLayer(nn.Module):
         for parameter in self.parameters():
             parameter.uniform_(-bound, bound, generator=generator)
 
+    def forward(
+        self, input_TBI: Tensor, state: LayerState, weight_mask_4HH: Tensor | None
+    ) -> tuple[Tensor, LayerState]:
+        return _lstm(input_TBI, state, self.packed(weight_mask_4HH, input_TBI.dtype))
+
     def packed(self, weight_mask_4HH: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
         """The four tensors as views of one buffer, as cuDNN wants them, with the hidden-to-hidden matrix masked."""
         weight_hh = self.weight_hh if weight_mask_4HH is None else self.weight_hh * weight_mask_4HH
@@ -95,7 +100,7 @@ class LstmStack(nn.Module):
         new_states: list[LayerState] = []
         output = input_TBI
         for index, layer in enumerate(self.in_order()):
-            output, state = _lstm(output, states[index], layer.packed(weight_masks[index], output.dtype))
+            output, state = layer(output, states[index], weight_masks[index])
             new_states.append(state)
             if index < len(hidden_masks) and (mask := hidden_masks[index]) is not None:
                 output = output * mask.to(output.dtype)

@@ -9,7 +9,7 @@ Shapes: T time steps, B columns, V words, D embedding, H hidden of a layer, K co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,20 @@ class Masks:
     """(1, B, K D): of a mixture's latent vectors"""
     weights_4HH: tuple[Tensor | None, ...]
     """of the hidden-to-hidden matrices: one mask for all time steps and columns"""
+
+    def of_columns(self, columns: slice) -> Masks:
+        """Those of some columns of the batch."""
+
+        def cut(mask: Tensor | None) -> Tensor | None:
+            return None if mask is None else mask[:, columns]
+
+        return replace(
+            self,
+            input_1BD=cut(self.input_1BD),
+            hidden_1BH=tuple(map(cut, self.hidden_1BH)),
+            output_1BH=cut(self.output_1BH),
+            latent_1BKD=cut(self.latent_1BKD),
+        )
 
 
 def draw_masks(config: ModelConfig, *, words: int, batch: int, generator: torch.Generator) -> Masks:

@@ -38,6 +38,7 @@ def model_tensors(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def saved_meta(recipe: Recipe, run: RunIdentity, corpus: Corpus, *, epoch: int, valid_loss: float) -> dict[str, Any]:
+    """What a checkpoint says of its weights: recipe, run, words, corpus, and when they were the best."""
     return {
         "recipe": to_json(recipe),
         "run": to_plain(run),

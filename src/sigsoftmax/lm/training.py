@@ -6,7 +6,9 @@ A run lives in a folder of its own: ``last.safetensors`` is all it needs to go o
 found, ``records.jsonl`` what it measured. A run that is killed goes on from its last checkpoint; on a CPU it ends in
 the same bits as if nothing had happened.
 
-A run is advanced step by step from outside, so that several can share one GPU.
+A run is advanced step by step from outside, so that several can share one GPU. Or it is divided over processes
+(``parallel``): then each of them has a trainer, all do the same at the same time, and the first one writes the files,
+which hold the whole run, for any number of processes to go on with.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from sigsoftmax.lm.evaluation import Evaluation, Evaluator
 from sigsoftmax.lm.interruption import SoftStop
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd, NonMonotonicTrigger
+from sigsoftmax.lm.parallel import Kind, divided
 from sigsoftmax.lm.precision import check_precision
-from sigsoftmax.lm.saved_models import check_same_corpus, load_model, model_tensors, saved_meta
+from sigsoftmax.lm.saved_models import check_same_corpus, load_model, saved_meta
 from sigsoftmax.lm.updates import Updater
 from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.training import EpochRecord, RunIdentity
@@ -102,6 +105,7 @@ class Trainer:
         checkpoint_updates: int | None = None,
         capture: bool = True,
         concurrent_runs: int = 1,
+        parallel: Kind | None = None,
     ) -> None:
         if (phase == "finetune") != (start is not None):
             raise ValueError(
@@ -116,12 +120,17 @@ class Trainer:
         self._concurrent_runs = concurrent_runs
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         with self._on_stream():
-            self._build(None if start is None else Path(start), capture)
+            # Exchanges between processes are not captured.
+            self._build(None if start is None else Path(start), capture and parallel is None, parallel)
             if self.last_path.exists():
                 self._resume()
+            elif self._parallel.is_first:
+                # A run that died before its first checkpoint begins anew, and its epochs would be recorded twice.
+                self.records_path.unlink(missing_ok=True)
+            self._parallel.check_same([self._epoch, self._row, self._update], str(self.last_path))
         self._events = self._run()
 
-    def _build(self, start: Path | None, capture: bool) -> None:
+    def _build(self, start: Path | None, capture: bool, parallel: Kind | None) -> None:
         config, words = self.config, len(self.corpus.vocabulary)
         if start is None:
             self.model = LanguageModel(self.recipe.model, words, seed=self.seed).to(self.device)
@@ -129,13 +138,20 @@ class Trainer:
             loaded = load_model(start, device=self.device)
             check_same_corpus(loaded.meta, self.corpus, start)
             self.model = loaded.model
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        self._parallel = divided(self.model, parallel)
         text_RB = batchify(self.corpus.train, config.batch)
         valid_RB = batchify(self.corpus.valid, config.evaluation_batch)
         self._rows = text_RB.shape[0]
         self._lengths = WindowLengths(
             self.seed if config.window_seed is None else config.window_seed, config.bptt, config.longest_window
         )
-        self._optimizer = AveragedSgd(list(self.model.parameters()), clip=config.clip, weight_decay=config.weight_decay)
+        self._optimizer = AveragedSgd(
+            list(self._parallel.parts.values()),
+            clip=config.clip,
+            weight_decay=config.weight_decay,
+            norm_of=self._parallel.norm,
+        )
         if config.optimizer == "asgd":
             self._optimizer.begin_averaging()
         self._updater = Updater(
@@ -146,11 +162,13 @@ class Trainer:
             generator=torch.Generator(self.device).manual_seed(self.seed),
             precision=self.precision,
             capture=capture,
+            parallel=self._parallel,
         )
         # In float32 whatever training runs in, so that runs can be compared.
-        self._evaluator = Evaluator(self.model, valid_RB, capture=capture)
+        self._evaluator = Evaluator(self.model, valid_RB, capture=capture, parallel=self._parallel)
         self._trigger = NonMonotonicTrigger(config.patience)
         self._best: dict[str, Tensor] = {}
+        """what this process holds of them"""
         self._best_loss, self._best_epoch = math.inf, 0
         self._epoch, self._row, self._update = 1, 0, 0
         self._seconds = 0.0
@@ -165,7 +183,7 @@ class Trainer:
             corpus_checksum=self.corpus.checksum,
             seed=self.seed,
             precision=self.precision,
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            parameters=count,
         )
 
     @property
@@ -204,11 +222,19 @@ class Trainer:
         """Write checkpoints of where the run stands; refused once it has diverged."""
         with self._on_stream():
             self._check_finite()
-            if self._best:
-                checkpoints.save(self.best_path, self._best, self._model_meta())
-            checkpoints.save(self.last_path, self._tensors(), self._meta())
+            best = self._parallel.whole(self._best)
+            tensors = self._tensors(best)
+            if self._parallel.is_first:
+                if best:
+                    checkpoints.save(self.best_path, best, self._model_meta())
+                checkpoints.save(self.last_path, tensors, self._meta())
+            self._parallel.wait_for_first()
         self._saved = time.monotonic()
         self._updates_since_save = 0
+
+    def agreed(self, stop: bool) -> bool:
+        """Whether any of the processes that share the run wants to stop; all of them must ask."""
+        return self._parallel.any(stop)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -278,7 +304,8 @@ class Trainer:
             concurrent_runs=self._concurrent_runs,
             peak_mib=torch.cuda.max_memory_allocated(self.device) / 2**20 if self._stream is not None else None,
         )
-        append(self.records_path, Record.of(record, Environment.here(self.device)))
+        if self._parallel.is_first:
+            append(self.records_path, Record.of(record, Environment.here(self.device)))
         if self._trigger.fires(evaluation.loss_over_rows):
             if self.config.stop_when_stale:
                 self._stale = True
@@ -299,7 +326,7 @@ class Trainer:
         return self._evaluator.result()
 
     def _keep_best(self, loss: float, *, epoch: int) -> None:
-        self._best = {name: tensor.detach().clone() for name, tensor in model_tensors(self.model).items()}
+        self._best = {name: tensor.detach().clone() for name, tensor in self._parallel.parts.items()}
         self._best_loss, self._best_epoch = loss, epoch
 
     def _check_finite(self) -> float | None:
@@ -318,7 +345,8 @@ class Trainer:
     def _save_is_due(self) -> bool:
         if self._checkpoint_updates is not None:
             return self._updates_since_save >= self._checkpoint_updates
-        return time.monotonic() - self._saved >= self._checkpoint_seconds
+        # Clocks differ: the processes of a run agree on it.
+        return self._parallel.any(time.monotonic() - self._saved >= self._checkpoint_seconds)
 
     def _progress(self, first_row: int, loss: float | None) -> Progress:
         elapsed = time.monotonic() - self._began
@@ -339,13 +367,23 @@ class Trainer:
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self, best: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All that the run needs, whole."""
+        whole = self._parallel.whole
         return {
-            **_prefixed("model", model_tensors(self.model)),
-            **_prefixed("best", self._best),
-            **_prefixed("optimizer", self._optimizer.state()),
+            **_prefixed("model", whole(self._parallel.parts)),
+            **_prefixed("best", best),
+            **_prefixed("optimizer", self._with_averages(self._optimizer.state(), whole)),
             **_prefixed("updater", self._updater.state()),
         }
+
+    def _with_averages(
+        self, optimizer: dict[str, Tensor], changed: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """The optimiser's state with its averages, which are like the parameters, made whole or cut."""
+        names = {f"average.{index}": name for index, name in enumerate(self._parallel.parts)}
+        averages = changed({names[key]: tensor for key, tensor in optimizer.items() if key in names})
+        return optimizer | {key: averages[name] for key, name in names.items() if name in averages}
 
     def _model_meta(self) -> dict[str, Any]:
         """What tells a model: enough to build it again and to know its text."""
@@ -384,11 +422,12 @@ class Trainer:
                     "it was begun (only the number of epochs may change)"
                 )
         tensors = checkpoint.tensors
+        own = self._parallel.own
         with torch.no_grad():
-            for name, tensor in model_tensors(self.model).items():
-                tensor.copy_(tensors[f"model.{name}"])
-        self._best = {name: tensor.to(self.device) for name, tensor in _unprefixed("best", tensors).items()}
-        self._optimizer.restore(_unprefixed("optimizer", tensors))
+            for name, tensor in own(_unprefixed("model", tensors)).items():
+                self._parallel.parts[name].copy_(tensor)
+        self._best = {name: tensor.to(self.device) for name, tensor in own(_unprefixed("best", tensors)).items()}
+        self._optimizer.restore(self._with_averages(_unprefixed("optimizer", tensors), own))
         self._updater.restore(_unprefixed("updater", tensors))
         self._lengths.restore(meta["window_lengths"])
         self._trigger = NonMonotonicTrigger(self.config.patience, meta["losses"])
@@ -397,7 +436,11 @@ class Trainer:
         self._epoch, self._row, self._update = meta["epoch"], meta["row"], meta["update"]
         self._seconds, self._stale = meta["seconds"], meta["stale"]
         # Epochs after the checkpoint are trained again, and would be recorded twice.
-        if self.records_path.exists() and self.records_path.stat().st_size > meta["records_bytes"]:
+        if (
+            self._parallel.is_first
+            and self.records_path.exists()
+            and self.records_path.stat().st_size > meta["records_bytes"]
+        ):
             with self.records_path.open("rb+") as file:
                 file.truncate(meta["records_bytes"])
 
@@ -431,7 +474,7 @@ def run_together(trainers: Sequence[Trainer], watch: Callable[[Trainer, Progress
     Asked to stop, each goes on to where its state is whole and saves; then KeyboardInterrupt is raised. One that
     diverges stops alone; the error is raised when the others have ended.
     """
-    running, diverged = list(trainers), list[Diverged]()
+    running, diverged, stopped = list(trainers), list[Diverged](), False
     with SoftStop() as stop:
         while running:
             idle = True
@@ -449,12 +492,13 @@ def run_together(trainers: Sequence[Trainer], watch: Callable[[Trainer, Progress
                 if progress is not None:
                     idle = False
                     watch(trainer, progress)
-                    if stop.asked:
+                    if trainer.agreed(stop.asked):
                         trainer.save()
                         running.remove(trainer)
+                        stopped = True
             if idle:
                 time.sleep(1e-4)
-    if stop.asked:
+    if trainers and trainers[0].agreed(stop.asked or stopped):
         raise KeyboardInterrupt
     if diverged:
         raise diverged[0]

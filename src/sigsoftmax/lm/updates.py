@@ -3,6 +3,8 @@
 What changes from update to update (the row, the carried state, the count, the losses) lives on the device in tensors
 that stay where they are, so that an update of a given length can be captured once and replayed.
 
+Of several processes each has some columns: whole groups, or a part of one. All draw the masks of all groups.
+
 Shapes: R rows, B columns.
 """
 
@@ -17,7 +19,9 @@ from sigsoftmax.lm.capture import RepeatedCalls
 from sigsoftmax.lm.config import Precision, TrainingConfig
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd
+from sigsoftmax.lm.parallel import Alone
 from sigsoftmax.lm.precision import arithmetic, lstm_dtype
+from sigsoftmax.lm.recurrent import LayerState
 from sigsoftmax.lm.regularization import draw_masks, penalties
 
 __all__ = ["Updater"]
@@ -38,15 +42,18 @@ class Updater:
         generator: torch.Generator,
         precision: Precision = "float32",
         capture: bool = True,
+        parallel: Alone | None = None,
     ) -> None:
         self._model, self._optimizer, self._config, self._precision = model, optimizer, config, precision
+        self._parallel = Alone(model) if parallel is None else parallel
         self._device = model.embedding.device
-        self._text_RB, self._generator = text_RB.to(self._device), generator
-        self._parameters = list(model.parameters())
         self._group = config.group or config.batch
-        self._states = [
-            model.zero_state(self._group, lstm_dtype(precision)) for _ in range(config.batch // self._group)
-        ]
+        self._columns = self._parallel.columns(config.batch, self._group)
+        self._text_RB, self._generator = text_RB[:, self._columns].to(self._device), generator
+        own = self._columns.stop - self._columns.start
+        self._part = min(own, self._group)
+        """columns of one pass"""
+        self._states = [model.zero_state(self._part, lstm_dtype(precision)) for _ in range(own // self._part)]
         self._row = torch.zeros((), dtype=torch.int64, device=self._device)
         self._count = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._losses = torch.zeros(text_RB.shape[0] // SHORTEST_WINDOW + 2, device=self._device)
@@ -56,7 +63,7 @@ class Updater:
 
     def begin_epoch(self) -> None:
         """At the first row, with zero state."""
-        for tensor in self._tensors().values():
+        for tensor in (*self._numbers().values(), *(t for states in self._states for state in states for t in state)):
             tensor.zero_()
 
     def run(self, *, drawn: int, length: int) -> None:
@@ -75,49 +82,61 @@ class Updater:
         rows = self._row + self._steps[:length]
         tokens, targets = self._text_RB.index_select(0, rows), self._text_RB.index_select(0, rows + 1)
         share = 1.0 / len(self._states)
-        gradients: list[Tensor] = []
         mean_loss = torch.zeros((), device=self._device)
-        for group, states in enumerate(self._states):
-            columns = slice(group * self._group, (group + 1) * self._group)
+        for group in range(self._config.batch // self._group):
             masks = draw_masks(
                 self._model.config, words=self._model.words, batch=self._group, generator=self._generator
             )
-            with arithmetic(self._precision, self._device):
-                features = self._model.features(tokens[:, columns], states, masks, dtype=lstm_dtype(self._precision))
-                loss = self._model.loss(features, targets[:, columns])
+            # Of the group's first column among the own ones.
+            place = group * self._group - self._columns.start
+            part = max(place, 0) // self._part
+            if place <= -self._group or part >= len(self._states):
+                continue
+            if self._part < self._group:
+                masks = masks.of_columns(slice(-place, self._part - place))
+            columns, states = slice(part * self._part, (part + 1) * self._part), self._states[part]
+            is_last = part + 1 == len(self._states)
+            with arithmetic(self._precision, self._device), self._parallel.training_pass(is_last=is_last):
+                loss, features = self._parallel.forward(
+                    tokens[:, columns], targets[:, columns], states, masks, dtype=lstm_dtype(self._precision)
+                )
                 penalty = penalties(
                     features.raw_TBH,
                     features.dropped_TBH,
                     activation=self._config.activation,
                     temporal_activation=self._config.temporal_activation,
                 )
-                of_group = torch.autograd.grad((loss + penalty) * share, self._parameters)
+                self._parallel.add_gradients((loss + penalty) * share)
             mean_loss += loss.detach() * share
-            if gradients:
-                torch._foreach_add_(gradients, of_group)
-            else:
-                gradients = list(of_group)
             for old, new in zip(states, features.states, strict=True):
                 old.hidden.copy_(new.hidden.detach())
                 old.cell.copy_(new.cell.detach())
-        self._optimizer.update(gradients, self._config.learning_rate * drawn / self._config.bptt)
-        self._losses.index_copy_(0, self._count, mean_loss.reshape(1))
+        self._optimizer.update(self._parallel.take_gradients(), self._config.learning_rate * drawn / self._config.bptt)
+        self._losses.index_copy_(0, self._count, self._parallel.mean(mean_loss).reshape(1))
         self._count += 1
         self._row += drawn
 
-    def _tensors(self) -> dict[str, Tensor]:
-        named = {"row": self._row, "count": self._count, "losses": self._losses}
-        for group, states in enumerate(self._states):
-            for layer, state in enumerate(states):
-                named[f"hidden.{group}.{layer}"] = state.hidden
-                named[f"cell.{group}.{layer}"] = state.cell
-        return named
+    def _numbers(self) -> dict[str, Tensor]:
+        return {"row": self._row, "count": self._count, "losses": self._losses}
 
     def state(self) -> dict[str, Tensor]:
-        """Where in the epoch the run stands, and its random numbers."""
-        return self._tensors() | {"generator": self._generator.get_state()}
+        """Where in the epoch the run stands, of all columns, and its random numbers."""
+        tensors = self._numbers() | {"generator": self._generator.get_state()}
+        for layer in range(len(self._states[0])):
+            for kind in LayerState._fields:
+                own_1BH = torch.cat([getattr(states[layer], kind) for states in self._states], dim=1)
+                for group, tensor in enumerate(self._parallel.every_column(own_1BH).split(self._group, dim=1)):
+                    tensors[f"{kind}.{group}.{layer}"] = tensor
+        return tensors
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._tensors().items():
-            tensor.copy_(state[name])
+        for name, number in self._numbers().items():
+            number.copy_(state[name])
+        for layer in range(len(self._states[0])):
+            for kind in LayerState._fields:
+                groups = range(self._config.batch // self._group)
+                every_1BH = torch.cat([state[f"{kind}.{group}.{layer}"] for group in groups], dim=1)
+                own = every_1BH[:, self._columns].split(self._part, dim=1)
+                for states, tensor in zip(self._states, own, strict=True):
+                    getattr(states[layer], kind).copy_(tensor)
         self._generator.set_state(state["generator"].cpu())
