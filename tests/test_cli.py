@@ -15,7 +15,7 @@ from sigsoftmax.lm.training import Diverged
 
 VERBS = (
     *("demo", "functions", "compare", "reproduce", "capacity", "audit", "tables", "report", "data", "recipes"),
-    *("train", "finetune", "evaluate", "dynamic-eval", "sample"),
+    *("train", "finetune", "evaluate", "dynamic-eval", "sample", "sweep"),
 )
 
 

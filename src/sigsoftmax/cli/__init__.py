@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from sigsoftmax._version import __version__
-from sigsoftmax.cli import language_models, studies
+from sigsoftmax.cli import language_models, studies, sweep
 from sigsoftmax.cli.parser import Parser, Verbs
 
 __all__ = ["main"]
 
-RESUMABLE = ("train", "finetune", "compare", "reproduce", "dynamic-eval", "data")
+RESUMABLE = ("train", "finetune", "compare", "reproduce", "sweep", "dynamic-eval", "data")
 
 
 def _parser(given: Sequence[str]) -> Parser:
@@ -26,6 +26,7 @@ def _parser(given: Sequence[str]) -> Parser:
     verbs = Verbs(parser)
     studies.add_verbs(verbs)
     language_models.add_verbs(verbs)
+    sweep.add_verbs(verbs)
     parsers = [parser, *verbs.parsers.values()]
     options = [name for one in parsers for action in one._actions for name in action.option_strings]
     known = list(dict.fromkeys([*(word for verb in verbs.parsers for word in verb.split()), *options]))
