@@ -281,9 +281,7 @@ class OutputFunction:
                     "classes; give one number, or one per class"
                 )
             values[key] = value
-        return [
-            a if isinstance(a, Tensor) else _scalar(a) for a in self.definition.arguments(**values)
-        ]
+        return [a if isinstance(a, Tensor) else _scalar(a) for a in self.definition.arguments(**values)]
 
     def phi(self, z: Tensor) -> Tensor:
         """log g(z), elementwise; for a parameter per class the classes are the last dimension."""
@@ -337,7 +335,7 @@ _SCALARS: dict[float, Tensor] = {}
 
 
 def _scalar(value: float) -> Tensor:
-    """A fixed number as a tensor on the CPU, made once: for a small loss on a GPU, making it takes its share of time."""
+    """A fixed number as a tensor on the CPU, made once: for a small loss on a GPU, making it takes its share."""
     known = None if torch.compiler.is_compiling() else _SCALARS.get(value)
     if known is not None:
         return known
