@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-lm reproduction-docs build check clean
+.PHONY: help venv browser demo test slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs docs docs-serve build package check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -61,9 +61,14 @@ bench-gpu: $(VENV)/.installed-dev ## speed, memory and gradient errors on a CUDA
 bench-docs: $(VENV)/.installed-dev ## tables and pictures of docs/benchmarks.md, from benchmarks/records
 	$(BIN)/python benchmarks/write_docs.py $(ARGS)
 	$(BIN)/python benchmarks/write_docs.py --records benchmarks/records/huggingface --page docs/huggingface.md $(ARGS)
+	$(BIN)/python benchmarks/classifiers.py --docs $(ARGS)
+	$(BIN)/python benchmarks/write_choosing.py $(ARGS)
 
 bench-huggingface: $(VENV)/.installed-dev ## a training step of a patched Hugging Face model beside the plain one
 	$(BIN)/python benchmarks/huggingface.py $(ARGS)
+
+bench-classifiers: $(VENV)/.installed-dev ## heads of a digit classifier with few hidden units: half an hour of one core
+	$(BIN)/python benchmarks/classifiers.py $(ARGS)
 
 bench-lm: $(VENV)/.installed-dev ## the first epochs of the paper's recipes on a CUDA device: hours on a small one
 	$(BIN)/python benchmarks/language_models.py bf16 mixtures alone dynamic ranks float32 $(ARGS)
@@ -71,8 +76,23 @@ bench-lm: $(VENV)/.installed-dev ## the first epochs of the paper's recipes on a
 reproduction-docs: $(VENV)/.installed-dev ## tables of docs/reproduction.md, from results
 	$(BIN)/python benchmarks/write_reproduction.py $(ARGS)
 
+choosing-docs: $(VENV)/.installed-dev ## tables of docs/choosing.md, from results and benchmarks/records
+	$(BIN)/python benchmarks/write_choosing.py $(ARGS)
+
+# The variable silences a notice about another generator, which strict mode would not count, but readers would wonder.
+docs: $(VENV)/.installed-dev ## the documentation site, in site/; a broken link or anchor fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+docs-serve: $(VENV)/.installed-dev ## the documentation site at localhost:8000, built anew at every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
+
 build: $(VENV)/.installed-dev ## source archive and wheel, in dist/
-	$(BIN)/python -m build
+	rm -rf dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build
+
+package: build ## build, check the archives, and try the wheel in a clean environment
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python .ci/try_package.py $(ARGS)
 
 check: lint types imports test examples ## all that must pass before a change is handed in
 

@@ -39,12 +39,6 @@ def commands(text: str) -> str:
     return "\n".join(re.findall(r"```sh\n(.*?)```", text, re.S) + re.findall(r"`([^`\n]+)`", text))
 
 
-def test_the_python_of_the_readme_runs():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert blocks
-    exec(compile("\n".join(blocks), "README.md", "exec"), {"__name__": "readme"})
-
-
 def test_the_table_of_the_readme_is_the_family():
     rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", README, re.M)
     assert rows == [(member.name, member.formula) for member in family.table() if member.form.is_builtin]
