@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -108,10 +109,14 @@ def measured(name: str = "ours", **fields: object) -> Measurement:
         ("<= 1.0x, aim 0.5x", "yes; aim 0.5x: reached"),
         ("<= 1.0x, aim 0.4x", "yes; aim 0.4x: not reached"),
         ("flat", "no: flat"),
+        ("<= 1.2x torch's error", "yes"),
+        ("<= 1.15x torch's error, <= 0.5x", "no: <= 1.15x torch's error"),
+        ("aim 1.0x torch's error", "aim 1.0x torch's error: not reached"),
+        ("linear", "not measured: linear"),
     ],
 )
 def test_verdicts(target: str, expected: str):
-    own = measured(target=target)
+    own = measured(target=target, gradient_error=1.2)
     base = measured("base", ratio=1.0, peak_mib=500.0)
     case = {"base": base, "ours": own, "third": measured("third", ratio=0.4, peak_mib=40.0)}
     assert targets.verdict(own, case) == expected
@@ -121,6 +126,43 @@ def test_flat_allows_a_fifth():
     sizes = (("a", 100.0), ("b", 119.0), ("c", 121.0))
     case = {name: measured(name, peak_mib=mib, target="flat") for name, mib in sizes}
     assert [targets.verdict(m, case) for m in case.values()] == ["yes", "yes", "no: flat"]
+
+
+def growing(*times: float) -> dict[str, Measurement]:
+    sizes = {f"N={n}": (n, time) for n, time in zip((100, 200, 400, 800), times, strict=True)}
+    return {name: measured(name, size=size, milliseconds=time, target="linear") for name, (size, time) in sizes.items()}
+
+
+def test_linear_allows_a_tenth_beside_a_line_that_need_not_start_at_zero():
+    case = growing(3.0, 5.0, 9.0, 17.0)
+    assert targets.off_the_line(list(case.values())) == pytest.approx(dict.fromkeys(case, 0.0), abs=1e-12)
+    case = growing(3.0, 5.3, 9.0, 17.0)
+    assert [targets.verdict(m, case) for m in case.values()] == ["yes"] * 4
+    # A square is not a line, whatever its end does.
+    squares = growing(1.0, 4.0, 16.0, 64.0)
+    assert "no: linear" in [targets.verdict(m, squares) for m in squares.values()]
+    jump = growing(1.0, 2.0, 4.0, 12.0)
+    assert targets.verdict(jump["N=800"], jump) == "no: linear"
+
+
+def test_the_worst_error_is_judged_and_nan_is_worst():
+    case = case_of()
+    errors = {"ours": {"hidden, deviation 1": 1.5, "weight, deviation 1": 1.25}, "third": {"a": 1.0, "b": math.nan}}
+    base, ours, third = take_turns(
+        case,
+        rounds=1,
+        milliseconds_of=lambda step: 1.0,
+        peak_mib={},
+        gradient_errors=errors,
+        host_microseconds={"ours": 12.0},
+    )
+    assert base.gradient_error is None
+    assert ours.gradient_error == 1.5
+    assert ours.gradient_errors == errors["ours"]
+    assert ours.host_microseconds == 12.0
+    assert third.gradient_error is not None
+    assert math.isnan(third.gradient_error)
+    assert targets.verdict(dataclasses.replace(third, target="<= 2x torch's error"), {"base": base}).startswith("no")
 
 
 def test_memory_that_was_not_measured_meets_nothing():
@@ -151,7 +193,7 @@ def run_cpu(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_cpu_benchmark_runs_on_tiny_cases(tmp_path):
-    before = {path: path.read_bytes() for path in RECORDS.rglob("*.jsonl")}
+    before = (RECORDS / "cpu.jsonl").read_bytes()
     out = tmp_path / "new" / "cpu.jsonl"
     result = run_cpu("--smoke", "--threads", "1", "--out", str(out))
     assert result.returncode == 0, result.stderr
@@ -162,7 +204,7 @@ def test_the_cpu_benchmark_runs_on_tiny_cases(tmp_path):
     where = next(iter(read(out))).environment
     assert where.command == f"python benchmarks/cpu.py --smoke --threads 1 --out {out}"
     assert where.threads == 1
-    assert {path: path.read_bytes() for path in RECORDS.rglob("*.jsonl")} == before
+    assert (RECORDS / "cpu.jsonl").read_bytes() == before
 
 
 def test_a_label_that_is_not_there():

@@ -238,6 +238,68 @@ def test_a_further_field_of_a_suite_gets_a_column(book, monkeypatch):
     assert "| 4.2 | 1.23 | ≤ 0.6x" in table[-1]
 
 
+def test_errors_of_each_gradient_get_a_table(book):
+    errors = {"hidden, deviation 1": 1.0, "weight, deviation 3": 1.2345}
+    ours = dataclasses.replace(OURS, gradient_error=1.2345, gradient_errors=errors, target="<= 1.2x torch's error")
+    book.record(made_up(), ours)
+    book.run()
+    table = [line for line in book.lines() if line.startswith("|")]
+    assert "| memory MiB | gradient error | target |" in table[0]
+    assert "| 1.23 | ≤ 1.2x torch's error | no: ≤ 1.2x torch's error |" in table[3]
+    assert table[4:] == [
+        "| error relative to torch's | hidden, deviation 1 | weight, deviation 3 |",
+        "|---|---:|---:|",
+        "| **ours sigsoftmax** | 1.000 | 1.234 |",
+    ]
+
+
+def sizes(target: str, **fields: Any) -> list[Measurement]:
+    times = {100: 1.0, 200: 2.0, 400: 8.0}
+    return [
+        made_up(f"ours, N={n}", baseline=f"ours, N={n}", milliseconds=ms, size=n, target=target, **fields)
+        for n, ms in times.items()
+    ]
+
+
+def test_what_grows_is_held_against_a_line(book):
+    book.record(*sizes("linear", peak_mib=None))
+    book.run()
+    table = [line for line in book.lines() if line.startswith("|")]
+    assert table[0] == "| implementation | median ms | quartiles | off a line | target | met |"
+    assert "19.0 to 21.0" in table[2]
+    assert table[4].endswith("% | linear | no: linear |")
+    # Neither ratios nor memory to draw.
+    assert not book.images.exists()
+    assert "![" not in "\n".join(book.lines())
+
+
+def test_many_cases_have_all_targets_in_one_table(book, monkeypatch):
+    monkeypatch.setattr(write_docs, "draw", lambda panels, path, digest: None)
+    for number in range(6):
+        book.record(made_up(case=f"case {number}"), dataclasses.replace(OURS, case=f"case {number}"))
+    book.record(*sizes("linear, flat", case="sizes"))
+    book.record(made_up(case="unknown"), dataclasses.replace(OURS, case="unknown", peak_mib=None, target="<= 1 MiB"))
+    book.run()
+    lines = book.lines()
+    start = lines.index("### All targets")
+    assert lines[start + 2] == "6 of 8 targets are met; 1 could not be judged in full."
+    assert lines[start + 6] == (
+        "| case 0 | ours sigsoftmax | 10.0 | 0.50 (0.45 to 0.61) | 4.2 |  | ≤ 0.6x, aim 0.4x | "
+        "yes; aim 0.4x: not reached |"
+    )
+    assert "| sizes | 3 sizes |  |  |  |  | linear, flat | no: ours, N=200 (no: linear), ours" in lines[start + 12]
+    assert lines[start + 13].endswith("| ≤ 1 MiB | not measured: ≤ 1 MiB |")
+
+
+def test_compiled_kernels_are_counted_and_not_drawn(book):
+    book.record(made_up("ours: training", baseline="ours: training", peak_mib=None, rounds=1, compiled_variants=12))
+    assert book.run() == 0
+    table = [line for line in book.lines() if line.startswith("|")]
+    assert table[0] == "| implementation | median ms | compiled variants |"
+    assert table[2] == "| **ours: training** | 20.0 | 12 |"
+    assert not book.images.exists()
+
+
 def refused(book: Book, capsys: pytest.CaptureFixture[str]) -> str:
     before = book.page.read_bytes()
     assert book.run() == 2
