@@ -51,6 +51,7 @@ class Recorder:
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self.kernel, self.launches = kernel, launches
+        self.arg_names = kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*positional: Any, **named: Any) -> None:

@@ -118,6 +118,36 @@ def test_thresholds_of_float64():
         rank_bounds(made(), rule="press")
 
 
+@pytest.mark.parametrize("head", ["softmax", "sigsoftmax"])
+def test_the_rounding_of_large_logits_is_not_counted(head):
+    """Logits around 30,000 are rounded to 0.002 in float32, far above the threshold; both heads are softmax there."""
+    model = made(bias=False, head=head)
+    offset = OutputHead(
+        hidden=torch.cat([model.hidden, torch.ones(400, 1)], 1).float(),
+        weight_Md=torch.cat([model.weight_Md, torch.full((300, 1), 3e4)], 1).float(),
+        head=head,
+    )
+    assert rank_bounds(offset).lower == 11
+    with pytest.raises(ValueError, match="overflow float32"):
+        rank_bounds(OutputHead(hidden=model.hidden * 1e30, weight_Md=model.weight_Md * 1e30, head=head))
+
+
+def test_what_rounding_does_is_bounded_in_both_arithmetics(monkeypatch):
+    model = made(head="sigsoftmax", width=40)
+    exact = torch.cat(list(model.source(dtype=torch.float64).blocks(0)))
+    for share, dtype, least in ((math.inf, torch.float32, 1e-7), (0.0, torch.float64, 1e-16)):
+        monkeypatch.setattr(certificates, "ROUNDING_SHARE", share)
+        found = rank_bounds(model, block_contexts=300, block_words=300)
+        rounding = found.counting_threshold - found.threshold_bound
+        rounded = torch.cat(list(model.source(dtype=torch.float32, quick=True).blocks(0)))
+        error = float(torch.linalg.matrix_norm(exact - rounded, 2))
+        scale = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+        assert error * scale < rounding
+        assert rounding > least
+        assert found.lower <= rank_of(model)
+        assert found.norm_bound >= float(exact.norm())
+
+
 def test_the_same_seed_draws_the_same_block():
     first, second, other = (rank_bounds(made(), block_contexts=30, seed=seed) for seed in (1, 1, 2))
     assert first.block_singular_values == second.block_singular_values != other.block_singular_values

@@ -58,7 +58,7 @@ def test_against_autograd(text, components):
     assert found.mean == pytest.approx(float(share_N.mean()), rel=1e-9)
     assert found.median == pytest.approx(float(share_N.quantile(0.5)), rel=1e-9)
     assert found.low <= found.median <= found.high
-    assert (found.contexts, found.next_words) == (N, "of the text")
+    assert (found.contexts, found.next_words) == (N, "given with the contexts")
 
 
 def test_an_output_matrix_of_lower_rank_loses_more():

@@ -60,6 +60,14 @@ def test_arithmetic_is_float32_or_more_and_never_autocast():
     assert rows(OutputHead(hidden=half.hidden, weight_Md=half.weight_Md, dtype=torch.float64)).dtype == torch.float64
 
 
+def test_a_matrix_of_another_dtype_is_converted_in_parts(monkeypatch):
+    monkeypatch.setattr(head_sources, "WORDS_AT_ONCE", 4)
+    for bias in (None, numbers(WORDS)):
+        head = OutputHead(hidden=numbers(CONTEXTS, WIDTH), weight_Md=numbers(WORDS, WIDTH).float(), bias_M=bias)
+        logits = head.hidden @ head.weight_Md.double().T + (0.0 if bias is None else bias)
+        torch.testing.assert_close(rows(head, dtype=torch.float64), torch.log_softmax(logits, -1))
+
+
 def test_precision_of_products_is_put_back():
     switch = torch.backends.cuda.matmul
     before = switch.fp32_precision

@@ -55,6 +55,14 @@ def test_a_collapsed_sigsoftmax_is_seen(tmp_path):
     assert "sigsoftmax has collapsed to softmax" in said
 
 
+def test_bf16_that_was_stored_as_float32_is_warned_of(tmp_path):
+    np.save(tmp_path / "p.npy", LOG_P.bfloat16().float().numpy())
+    found, said, _ = audited(str(tmp_path / "p.npy"), tmp_path)
+    assert "The entries have the precision of bfloat16" in said
+    assert "press32 not counted: below the noise floor" in said
+    assert found.spectrum.precision == "bfloat16"
+
+
 @pytest.mark.parametrize("as_probabilities", [False, True])
 def test_given_distributions_are_compared_row_by_row(arrays, tmp_path, as_probabilities):
     truth = Language.of_rank(contexts=80, words=50, rank=20, seed=3).log_p_NM
@@ -148,13 +156,13 @@ def test_an_interrupt_keeps_what_is_valid(arrays, tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         run(config, said.append, progress)
-    first, *others = read(config.records)
+    first, *others = read(config.interrupted_records)
     found = first.payload_as(Audit)
     assert found.was_interrupted
     assert found.spectrum is not None
     assert found.target is not None
     assert len(others) == 2
-    assert found.notes[-1] == "Interrupted; not measured: the comparison with the target."
+    assert found.notes[-1] == "Interrupted; not finished: the comparison with the target."
     assert "Audit of" in "\n".join(said)
 
 
@@ -167,10 +175,62 @@ def test_an_interrupt_before_anything_was_measured(arrays, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(config, lambda _: None, progress)
-    (record,) = read(config.records)
+    (record,) = read(config.interrupted_records)
     found = record.payload_as(Audit)
     assert found.was_interrupted
     assert found.spectrum is None
+    assert found.meaning
+
+
+def test_an_interrupted_audit_does_not_replace_a_whole_one(arrays, tmp_path):
+    config = AuditConfig(model=arrays, out=tmp_path / "out", bounds_only=True, **QUICK)
+    run(config, lambda _: None)
+    said: list[str] = []
+
+    def progress(text: str) -> None:
+        if text:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, said.append, progress)
+    assert "Stopped after" in said[-1]
+    assert not next(read(config.records)).payload_as(Audit).was_interrupted
+    assert {path.name for path in config.out.iterdir()} == {config.records.name, config.interrupted_records.name}
+    run(config, lambda _: None)
+    assert [path.name for path in config.out.iterdir()] == [config.records.name]
+
+
+def test_a_target_that_goes_wrong_takes_nothing_with_it(arrays, tmp_path):
+    truth = Language.of_rank(contexts=80, words=50, rank=20, seed=3).log_p_NM.numpy().copy()
+    truth[30, 7] = np.nan
+    np.save(tmp_path / "t.npy", truth)
+    config = AuditConfig(model=arrays, out=tmp_path / "out", target=str(tmp_path / "t.npy"), **QUICK)
+    said: list[str] = []
+    with pytest.raises(ValueError, match="NaN at row 30, column 7"):
+        run(config, said.append)
+    (record,) = read(config.interrupted_records)
+    found = record.payload_as(Audit)
+    assert found.spectrum is not None
+    assert found.argmax is not None
+    assert found.notes[-1].startswith("Stopped by an error (")
+    assert found.notes[-1].endswith("not finished: the comparison with the target.")
+    assert "What it means" in "\n".join(said)
+
+
+@pytest.mark.parametrize("target", ["of_rank(contexts=9, words=9, rank=20)", "nowhere.npy"])
+def test_a_target_that_cannot_be_read_is_told_at_once(arrays, tmp_path, target):
+    said: list[str] = []
+    with pytest.raises(ValueError, match=r"rank must be between|nowhere.npy"):
+        run(AuditConfig(model=arrays, out=tmp_path / "out", target=target, **QUICK), said.append)
+    assert said == []
+
+
+def test_bounds_take_more_contexts_than_the_memory_holds_log_p_of(tmp_path, monkeypatch):
+    np.savez(tmp_path / "a.npz", H=np.tile(H, (4, 1)), W=W, b=B)
+    monkeypatch.setattr(audit, "contexts_within", lambda *_, **__: 100)
+    found, said, _ = audited(str(tmp_path / "a.npz"), tmp_path)
+    assert (found.contexts, found.spectrum.contexts, found.bounds.contexts) == (100, 100, 256)
+    assert "log-probabilities in more of the contexts" in said
 
 
 def test_records_are_named_after_the_model_and_replaced(arrays, tmp_path):

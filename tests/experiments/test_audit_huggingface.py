@@ -127,6 +127,30 @@ def test_models_without_an_output_layer(folders, opener):
         opener(str(folders["classifier"]))
 
 
+def test_parameters_that_the_files_lack(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    bert = transformers.BertConfig(
+        vocab_size=60, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    transformers.BertModel(bert).save_pretrained(tmp_path / "bert")
+    # The output matrix is that of the input, which is there; what stands before it is not.
+    with pytest.raises(ValueError, match=r"no whole output layer: its files lack cls\.predictions"):
+        open_model(str(tmp_path / "bert"), memory=MEMORY)
+    weights = save_model("llama", tmp_path / "m") / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.norm.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    opened = open_model(str(tmp_path / "m"), memory=MEMORY)
+    assert "The files lack 1 of the model's parameters (model.norm.weight)" in opened.notes[0]
+
+
+def test_a_text_needs_a_tokenizer(folders):
+    opened = open_model(str(folders["llama"]), memory=MEMORY)
+    with pytest.raises(ValueError, match=r"--text cannot be read by .*: no tokenizer lies with it"):
+        opened.source("some words", window=8, seed=0)
+
+
 @pytest.mark.parametrize("opener", [lambda name: open_model(name, memory=MEMORY), open_head_only])
 def test_a_truncated_file(tmp_path, opener):
     folder = save_model("llama", tmp_path / "m")

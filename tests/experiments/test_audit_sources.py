@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sigsoftmax.experiments.audit_sources import kind_of, open_arrays, open_matrix, sample_rows
+from sigsoftmax.experiments.audit_sources import kind_of, open_arrays, open_matrix, read_text, sample_rows
 from sigsoftmax.lm import checkpoints
 
 GENERATOR = np.random.default_rng(0)
@@ -73,7 +73,7 @@ def test_the_function_of_arrays_is_stated(tmp_path):
         ({"H": H, "W": W, "b": B[:3]}, r"one number for each of the 20 rows of W, got torch.float32 of shape \(3,\)"),
         ({"H": H, "W": np.full_like(W, np.nan)}, r"output matrix W must be finite, but holds nan at \(0, 0\)"),
         ({"H": H[None], "W": W}, r"must be a matrix \(contexts, width\), got shape \(1, 30, 4\)"),
-        ({"H": H.astype("i8"), "W": W}, r"h must hold floating-point numbers, got torch.int64"),
+        ({"H": H.astype("i8"), "W": W}, r"H must hold floating-point numbers, got torch.int64"),
         ({"H": H, "W": W, "next": B}, r"next must hold the numbers of words"),
         ({"H": H, "W": W, "next": np.full(30, 20)}, r"next words must be between 0 and 19"),
         (
@@ -125,6 +125,29 @@ def test_what_is_left_of_a_truncated_matrix(tmp_path):
     source = open_matrix(str(path))
     assert source.available == 25
     assert "25 whole contexts are kept" in source.notes[0]
+
+
+@pytest.mark.parametrize("as_probabilities", [False, True])
+def test_entries_that_were_rounded_before_they_were_stored_are_recognised(tmp_path, as_probabilities):
+    log_p = torch.log_softmax(torch.from_numpy(H @ W.T), -1)
+    for narrow in (torch.bfloat16, torch.float16, torch.float32):
+        stored = (log_p.exp() if as_probabilities else log_p).to(narrow)
+        np.save(tmp_path / "p.npy", stored.double().numpy())
+        source = open_matrix(str(tmp_path / "p.npy"))
+        source.log_probs(30, quiet)
+        assert source.precision() == narrow
+
+
+def test_a_text_in_another_encoding(tmp_path):
+    (tmp_path / "t.txt").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"t.txt is no text in UTF-8: byte 2 is 0xef"):
+        read_text(tmp_path / "t.txt")
+
+
+def test_arrays_of_objects(tmp_path):
+    np.savez(tmp_path / "a.npz", H=np.array([None, 1], dtype=object), W=W)
+    with pytest.raises(ValueError, match="holds arrays of Python objects; store arrays of numbers"):
+        open_arrays(str(tmp_path / "a.npz"), memory=MEMORY)
 
 
 def test_samples_are_sorted_distinct_and_the_same_for_files_of_equal_length():

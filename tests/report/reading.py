@@ -24,6 +24,7 @@ TAGS = frozenset(
         "h1",
         "h2",
         "h3",
+        "h4",
         "head",
         "header",
         "html",
@@ -98,4 +99,4 @@ class Page(HTMLParser):
         return next(figure for figure in self.figures if figure["id"] == identifier)
 
     def headings(self) -> list[tuple[int, str]]:
-        return [(int(tag[1]), text) for tag, text in self.texts if tag in ("h1", "h2", "h3")]
+        return [(int(tag[1]), text) for tag, text in self.texts if tag in ("h1", "h2", "h3", "h4")]

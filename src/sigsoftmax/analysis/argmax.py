@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
@@ -32,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sigsoftmax.analysis.gram import add_product
 from sigsoftmax.analysis.head_sources import full_precision
 from sigsoftmax.analysis.output_layer import WORDS_AT_ONCE, OutputLayer, blocks_of
 from sigsoftmax.records.audits import ArgmaxCounts
@@ -100,18 +100,26 @@ def argmax_counts(
 
     cone = Cone(layer)
     at_once = max(1, memory // (4 * 4 * layer.words))
-    by_steps = 0
-    hard: list[tuple[int, Tensor]] = []
-    for block in blocks_of(left_I.numel(), at_once):
-        progress(f"witnesses: word {block.stop} of {left_I.numel()}")
-        chosen_I = left_I[block]
-        if time.perf_counter() - began > seconds:
-            hard += [(int(word), torch.empty(0, dtype=torch.int64)) for word in chosen_I]
-            continue
-        with full_precision(torch.device("cpu")):
-            found_I, rivals_IJ = cone.witnesses(chosen_I, began + seconds)
-        by_steps += int(found_I.sum())
-        hard += [(int(chosen_I[i]), rivals_IJ[i]) for i in (~found_I).nonzero()[:, 0].tolist()]
+    ends = began + seconds
+    # Most words are won by their own row; only then is it worth to work on the others.
+    open_I, by_steps, rivals = left_I, 0, torch.empty(left_I.numel(), 0, dtype=torch.int64)
+    for what, steps in (("own rows", range(1)), ("steps", range(1, WITNESS_STEPS))):
+        kept: list[Tensor] = []
+        met: list[Tensor] = []
+        # Half of the time is left for linear programs, which alone can say no.
+        stop = ends if what == "own rows" else (time.perf_counter() + ends) / 2.0
+        for block in blocks_of(open_I.numel(), at_once):
+            progress(f"witnesses by {what}: word {block.stop} of {open_I.numel()}")
+            with full_precision(torch.device("cpu")):
+                found_I, rivals_IJ = cone.witnesses(open_I[block], stop, steps)
+            by_steps += int(found_I.sum())
+            kept.append(open_I[block][~found_I])
+            padded_IJ = torch.full((len(found_I), len(steps)), -1, dtype=torch.int64)
+            padded_IJ[:, : rivals_IJ.shape[1]] = rivals_IJ
+            met.append(torch.cat([rivals[block], padded_IJ], 1)[~found_I])
+        open_I = torch.cat(kept) if kept else open_I
+        rivals = torch.cat(met) if met else rivals
+    hard = list(zip(open_I.tolist(), rivals, strict=True))
 
     has_solver = find_spec("scipy") is not None
     counts: dict[Answer, int] = {"yes": 0, "no": 0, "undecided": 0}
@@ -152,6 +160,7 @@ class Cone:
         self.words, self.columns = layer.words, layer.width + self.has_bias
         self.mean_e = torch.zeros(self.columns, dtype=torch.float64)
         """no word's own: it changes no margin"""
+        self._metric_ee: Tensor | None = None
         largest = total = 0.0
         for _, rows in self._parts(torch.float64):
             squares = rows.square().sum(1)
@@ -190,23 +199,28 @@ class Cone:
         won_I = self.margins(words_I, x_Ie).amin(1) > self.certain(x_Ie)
         return won_I & (x_Ie[:, -1] >= 0.0) if self.has_bias else won_I
 
-    def witnesses(self, words_I: Tensor, ends: float = math.inf) -> tuple[Tensor, Tensor]:
+    def witnesses(
+        self, words_I: Tensor, ends: float = math.inf, steps: range = range(WITNESS_STEPS)
+    ) -> tuple[Tensor, Tensor]:
         """Which words were won within a few steps, (I,), and the strongest rivals met on the way, (I, J).
 
-        From a row's own direction, and from the same in the metric in which rows are spread evenly; from there
-        perceptron steps towards the word and away from whoever wins.
+        From a row's own direction (step 0), and from the same in the metric in which rows are spread evenly (step 1);
+        from there perceptron steps towards the word and away from whoever wins.
         """
         own_Ie = (self.rows(words_I) - self.mean_e).to(SEARCH)
         found_I = torch.zeros(len(words_I), dtype=torch.bool)
         rivals: list[Tensor] = []
         x_Ie = own_Ie.clone()
-        for step in range(WITNESS_STEPS):
+        metric_ee: Tensor | None = None
+        for step in steps:
             open_I = (~found_I).nonzero()[:, 0]
             if not open_I.numel() or time.perf_counter() > ends:
                 break
             if step == 1:
-                # Most words are won by their own row, and the metric takes a while where there are many columns.
-                x_Ie = own_Ie @ self.metric_ee
+                metric_ee = self.metric(ends)
+                if metric_ee is None:
+                    break
+                x_Ie = own_Ie @ metric_ee
             if self.has_bias:
                 x_Ie[:, -1].clamp_(min=0.0)
             nearest = self.margins(words_I[open_I], x_Ie[open_I]).min(1)
@@ -218,21 +232,27 @@ class Cone:
             met_I = torch.full((len(words_I),), -1, dtype=torch.int64)
             met_I[open_I] = nearest.indices
             rivals.append(met_I)
-            if step >= 1:
+            if metric_ee is not None:
                 rival_Ie = (self.rows(nearest.indices) - self.mean_e).to(SEARCH)
-                step_Ie = (own_Ie[open_I] - rival_Ie) @ self.metric_ee
+                step_Ie = (own_Ie[open_I] - rival_Ie) @ metric_ee
                 # As long as x itself at first, then shorter: the perceptron's own lengths would start blindly.
                 length_I = x_Ie[open_I].norm(dim=1) / (step_Ie.norm(dim=1).clamp_min(1e-30) * (1.0 + 0.2 * step))
                 x_Ie[open_I] += step_Ie * length_I[:, None]
         return found_I, torch.stack(rivals, 1) if rivals else torch.empty(len(words_I), 0, dtype=torch.int64)
 
-    @cached_property
-    def metric_ee(self) -> Tensor:
-        """Inverse of the rows' covariance, damped."""
+    def metric(self, ends: float = math.inf) -> Tensor | None:
+        """Inverse of the rows' covariance, damped, (e, e); None if the time is over before it is known."""
+        if self._metric_ee is None:
+            self._metric_ee = self._computed_metric(ends)
+        return self._metric_ee
+
+    def _computed_metric(self, ends: float) -> Tensor | None:
         gram_ee = torch.zeros(self.columns, self.columns, dtype=torch.float64)
         for _, rows in self._parts(torch.float64):
-            gram_ee.addmm_(rows.T, rows)
-        spread_ee = gram_ee / self.words - torch.outer(self.mean_e, self.mean_e)
+            if time.perf_counter() > ends:
+                return None
+            add_product(gram_ee, rows.T)
+        spread_ee = (gram_ee.triu() + gram_ee.triu(1).T) / self.words - torch.outer(self.mean_e, self.mean_e)
         size = float(spread_ee.diagonal().mean())
         spread_ee += torch.eye(self.columns, dtype=torch.float64) * (1e-3 * size + 1e-300)
         inverse_ee = torch.cholesky_inverse(torch.linalg.cholesky(spread_ee))

@@ -28,7 +28,15 @@ from sigsoftmax.analysis.truncation import truncation, truncation_widths
 from sigsoftmax.records.audits import ArgmaxCounts, Bend, GradientShare, Truncation
 from sigsoftmax.records.spectra import RankBounds, Spectrum
 
-__all__ = ["AuditSettings", "Findings", "Subject", "contexts_within", "log_probs_of", "measure"]
+__all__ = [
+    "AuditSettings",
+    "Findings",
+    "Subject",
+    "contexts_for_bounds",
+    "contexts_within",
+    "log_probs_of",
+    "measure",
+]
 
 Progress = Callable[[str], None]
 BLOCK_CONTEXTS, BLOCK_WORDS, LEAST_BLOCK = 1.5, 6.0, 256
@@ -67,6 +75,8 @@ class Subject:
     """None if only the layer itself is looked at"""
     precision: torch.dtype | None = None
     """of log-probabilities that were computed elsewhere; None if they were computed here, in float64"""
+    more_contexts: Contexts | None = None
+    """for the bounds, which hold no log P: more of the contexts, where there are more"""
 
 
 @dataclass
@@ -163,12 +173,14 @@ def _parts(
 
     def of_bounds() -> None:
         assert layer is not None
-        seen = _contexts_for_bounds(layer, contexts, settings.seed)
+        own = contexts if subject.more_contexts is None else subject.more_contexts
+        seen = _contexts_for_bounds(layer, own, settings.seed)
         bounds = rank_bounds(
             layer.with_contexts(seen),
             block_words=max(LEAST_BLOCK, math.ceil(BLOCK_WORDS * (layer.width + 2))),
             seed=settings.seed,
-            source="log-probabilities in " + ("the contexts" if seen is contexts else seen.description),
+            source="log-probabilities in "
+            + ("the contexts" if seen is contexts else "more of the contexts" if seen is own else seen.description),
             progress=lambda done: progress(str(done)),
         )
         findings.bounds = dataclasses.replace(bounds, head=layer.head_text)
@@ -203,9 +215,14 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:].removesuffix(".") + "."
 
 
+def contexts_for_bounds(width: int) -> int:
+    """As many as show the width of a layer."""
+    return max(LEAST_BLOCK, math.ceil(BLOCK_CONTEXTS * (width + 2)))
+
+
 def _contexts_for_bounds(layer: OutputLayer, contexts: Contexts | None, seed: int) -> Contexts:
     """The contexts themselves, or, where they are too few to show the width, Gaussian vectors like them."""
-    needed = max(LEAST_BLOCK, math.ceil(BLOCK_CONTEXTS * (layer.width + 2)))
+    needed = contexts_for_bounds(layer.width)
     if contexts is not None and (len(contexts) >= needed or layer.components > 1):
         return contexts
     generator = torch.Generator().manual_seed(seed)

@@ -2,10 +2,10 @@
 
 From below: the singular values of a block of rows and columns do not exceed those of the whole matrix, one by one. So
 the block's values above the whole matrix's absolute threshold are no more than the rank. The threshold is relative to
-sigma_max of the whole, for which any upper bound will do; the Frobenius norm is one.
+sigma_max of the whole, for which any upper bound will do; the Frobenius norm is one. Entries that are computed here are
+rounded: some contexts are computed with more precision as well, and what they differ by raises norm and threshold.
 
-From above: for a linear phi, log f = h W^T + bias - a number a context has rank at most d + 1, with a bias d + 2. For
-any other phi or a mixture theory knows no bound but the number of different words and of different contexts.
+From above: what theory knows, see rank_theory.
 
 Shapes: M words, T contexts, R contexts and C words of the block, K components, d features.
 """
@@ -13,10 +13,8 @@ Shapes: M words, T contexts, R contexts and C words of the block, K components, 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import time
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -27,6 +25,7 @@ from sigsoftmax.analysis.gram import gram_error, squared_singular_values
 from sigsoftmax.analysis.head_sources import OutputHead
 from sigsoftmax.analysis.matrix_sources import MatrixSource, tensors
 from sigsoftmax.analysis.progress import OnProgress, Progress
+from sigsoftmax.analysis.rank_theory import linear_reason, upper_bound
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.heads import Head
 from sigsoftmax.records.spectra import RULES, RankBounds
@@ -38,8 +37,14 @@ BLOCK_CONTEXTS, BLOCK_WORDS = 2, 8
 LEAST_BLOCK = 256
 NORM_FLOPS = 5e12
 """what the rows of full length may cost by default: half a minute on two cores"""
-ENTRY_ERROR = 64.0
-"""eps of the arithmetic that an entry may be off by, in units of the root mean square of the entries"""
+ROUNDING_SHARE = 0.25
+"""of the threshold that rounding may take before float64, which takes twice as long, is worth it"""
+COMPARED_CONTEXTS = 32
+"""computed in float32 and float64, to see what rounding does to this head"""
+ENTRY_MARGIN = 2.0
+"""An entry may be off by so much more than those that were compared. Errors are taken to be of this size everywhere and
+of the worst signs; those of independent signs make a matrix of a norm that is smaller by sqrt(R C) / (sqrt R + sqrt C).
+"""
 SINGLE_MARGIN, DOUBLE_MARGIN = 1e-4, 1e-9
 """relative, by the dtype of the entries; far above the rounding of a sum of squares"""
 
@@ -59,13 +64,12 @@ def rank_bounds(
 
     The rows of ``norm_contexts`` contexts, drawn at random, are computed over all words; the block is cut out of them.
     Their norms enter the bound on sigma_max as they are. Further contexts enter with what Cauchy and Schwarz allow,
-    which is much more. By default as many are computed as take half a minute on two cores.
+    which is much more. By default as many are computed as take half a minute on two cores. The arithmetic is float32
+    where its rounding, which is measured, is far below the threshold, and else float64.
     """
     began = time.perf_counter()
     _check_rule(rule)
     parsed, words, contexts = head.parsed_head, head.words, head.contexts
-    # The rounding of the arithmetic is accounted for, so that float32 serves thresholds that are far above it.
-    dtype = torch.float32 if rule.endswith("32") else torch.float64
     rows, columns = _block_size(block_contexts, block_words, head.width, contexts, words)
     affordable = int(NORM_FLOPS / (2.0 * parsed.components * words * head.width))
     computed = min(contexts, max(rows, affordable if norm_contexts is None else norm_contexts))
@@ -73,6 +77,7 @@ def rank_bounds(
     generator = torch.Generator().manual_seed(seed)
     order_T = torch.randperm(contexts, generator=generator)
     computed_T = order_T[:computed].sort().values
+    dtype, entry_error = _arithmetic(head, computed_T, (rows, columns), rule)
     block = _cut_block(
         head.source(None if computed == contexts else computed_T, dtype=dtype, quick=True),
         _drawn(rows, computed, generator),
@@ -83,10 +88,10 @@ def rank_bounds(
         EntryChecks(log_probs=False),
     )
     squares = block.sum_of_squares + _bounded_squares(head, order_T[computed:])
-    upper, reason = _upper_bound(head)
+    upper, reason = upper_bound(head)
     claim = _Claim(
-        norm_bound=math.sqrt(squares),
-        rounding=ENTRY_ERROR * torch.finfo(dtype).eps * float(block.values_RC.norm()),
+        norm_bound=math.sqrt(squares) + entry_error * math.sqrt(computed * words),
+        rounding=entry_error * math.sqrt(block.values_RC.numel()),
         rule=rule,
         upper=upper,
         upper_reason=reason,
@@ -139,7 +144,7 @@ def matrix_rank_bounds(
         raise ValueError(f"{source.description} ended after {block.contexts} contexts, expected {contexts}")
     upper, reason = min(contexts, source.words), "the smaller side of the matrix"
     if parsed is not None and parsed.is_softmax and width is not None and width + 1 + has_bias < upper:
-        upper, reason = width + 1 + has_bias, _linear_reason(has_bias)
+        upper, reason = width + 1 + has_bias, linear_reason(has_bias)
     claim = _Claim(
         norm_bound=math.sqrt(block.sum_of_squares),
         # The entries are the matrix, whatever they were computed from.
@@ -156,6 +161,30 @@ def matrix_rank_bounds(
         seed=seed,
     )
     return claim.bounds(block, began)
+
+
+def _arithmetic(head: OutputHead, contexts_T: Tensor, block: tuple[int, int], rule: str) -> tuple[torch.dtype, float]:
+    """The dtype to compute the given contexts in, and how far an entry may be off then.
+
+    float32 where its rounding is far below the threshold. That depends on how large logits are beside their
+    differences; the longest hidden vectors have the largest, and are computed both ways.
+    """
+    length_T = head.hidden.detach()[contexts_T.to(head.hidden.device)].flatten(1).float().norm(dim=1).cpu()
+    compared_T = contexts_T[length_T.topk(min(COMPARED_CONTEXTS, len(contexts_T))).indices]
+    exact_SM, rounded_SM = (
+        torch.cat(list(tensors(head.source(compared_T, dtype=dtype, quick=True), 0)))
+        for dtype in (torch.float64, torch.float32)
+    )
+    # Entries that happen to be numbers of float32 show no difference, and others are rounded all the same.
+    eps32, eps64 = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
+    error = ENTRY_MARGIN * max(float((exact_SM - rounded_SM).abs().max()), eps32 * float(exact_SM.abs().max()))
+    if not math.isfinite(error):
+        raise ValueError("the logits overflow float32, and log-probabilities of such logits say little; scale H or W")
+    norm = float(exact_SM.norm()) * math.sqrt(head.contexts / len(compared_T))
+    allowed = ROUNDING_SHARE * RULES[rule].relative(head.words, head.contexts) * norm
+    if error * math.sqrt(block[0] * block[1]) <= allowed:
+        return torch.float32, error
+    return torch.float64, error * eps64 / eps32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +204,8 @@ def _cut_block(
     checks: EntryChecks,
 ) -> _Block:
     """Read all rows once: the sum of squares of all entries, and the entries of some rows and columns."""
-    parts: list[Tensor] = []
-    squares, done, single = 0.0, 0, False
+    values_RC: Tensor | None = None
+    squares, done, taken, single = 0.0, 0, 0, False
     for number, block_BM in enumerate(tensors(source, 0), start=1):
         checks.check(block_BM, done)
         values_BM = block_BM.float() if block_BM.dtype in SIXTEEN_BITS else block_BM
@@ -185,7 +214,10 @@ def _cut_block(
         inside = rows_R[(rows_R >= done) & (rows_R < done + len(block_BM))] - done
         if len(inside):
             chosen = block_BM.index_select(1, columns_C.to(block_BM.device))
-            parts.append(chosen.index_select(0, inside.to(block_BM.device)).to(torch.float64))
+            if values_RC is None:
+                values_RC = chosen.new_empty(len(rows_R), len(columns_C), dtype=torch.float64)
+            values_RC[taken : taken + len(inside)] = chosen.index_select(0, inside.to(block_BM.device))
+            taken += len(inside)
         done += len(block_BM)
         if progress is not None:
             seconds = time.perf_counter() - began
@@ -201,9 +233,9 @@ def _cut_block(
                     seconds_left=left,
                 )
             )
-    if not parts:
+    if values_RC is None:
         raise ValueError(f"expected at least one context, got none; {source.description} is empty")
-    return _Block(torch.cat(parts), squares * (1.0 + (SINGLE_MARGIN if single else DOUBLE_MARGIN)), done)
+    return _Block(values_RC[:taken], squares * (1.0 + (SINGLE_MARGIN if single else DOUBLE_MARGIN)), done)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,46 +343,6 @@ def _is_monotone(member: OutputFunction) -> bool:
     alpha, beta, _ = (float(argument) for argument in arguments)
     # phi' = alpha + beta sigmoid(c - z)
     return alpha >= 0.0 and alpha + beta >= 0.0
-
-
-# --- bounds from theory ---------------------------------------------------------------------------------------------
-
-
-def _upper_bound(head: OutputHead) -> tuple[int, str]:
-    full = min(head.words, head.contexts)
-    if head.parsed_head.is_softmax:
-        has_bias = head.bias_M is not None and bool((head.bias_M != head.bias_M[0]).any())
-        bound = head.width + 1 + has_bias
-        return (bound, _linear_reason(has_bias)) if bound < full else (full, "the smaller side of the matrix")
-    arguments = [a for a in head.parsed_head.function.arguments(head.words) if a.ndim]
-    different_words = _different_rows([head.weight_Md, *([] if head.bias_M is None else [head.bias_M]), *arguments])
-    prior = [] if head.prior_logits_TK is None else [head.prior_logits_TK]
-    different_contexts = _different_rows([head.hidden, *prior])
-    if min(different_words, different_contexts) < full:
-        if different_words <= different_contexts:
-            return different_words, f"{different_words} of {head.words} words differ in W or bias"
-        return different_contexts, f"{different_contexts} of {head.contexts} contexts differ"
-    return full, "the smaller side of the matrix: phi is not linear, and theory knows no other bound"
-
-
-def _linear_reason(has_bias: bool) -> str:
-    return "phi is linear: d + 2 (h, bias, normaliser)" if has_bias else "phi is linear: d + 1 (h, normaliser)"
-
-
-def _different_rows(tensors_N: list[Tensor]) -> int:
-    """How many rows differ, the tensors taken side by side."""
-    return len(set(_row_digests(tensors_N)))
-
-
-def _row_digests(tensors_N: list[Tensor]) -> Iterator[bytes]:
-    for first in range(0, len(tensors_N[0]), 2**12):
-        parts = [tensor[first : first + 2**12].detach().cpu() for tensor in tensors_N]
-        bits = [part.reshape(len(part), -1).contiguous().view(torch.uint8).numpy() for part in parts]
-        for rows in zip(*bits, strict=True):
-            digest = hashlib.blake2b(digest_size=16)
-            for row in rows:
-                digest.update(row.data)
-            yield digest.digest()
 
 
 # --- the border -----------------------------------------------------------------------------------------------------

@@ -77,8 +77,9 @@ def audit_steps(
     truncated: int = 0,
     argmax_words: int = 0,
     argmax_seconds: float = 0.0,
+    bounds_contexts: int = 0,
 ) -> list[Step]:
-    """What an audit does and how long each part may take."""
+    """What an audit does and how long each part may take; ``bounds_contexts``, where the bounds have more contexts."""
     n, v, d = float(contexts), float(words), float(width or 0)
     steps = []
     if operations_per_context:
@@ -89,14 +90,15 @@ def audit_steps(
             Step("log-probabilities", products / machine.products64 + 4.0 * n * v * components / machine.elements)
         )
         # Rows over all words, and the singular values of a block; see certificates.
-        bounded = max(n, 1.5 * (d + 2.0))
+        bounded = max(n, float(bounds_contexts), 1.5 * (d + 2.0))
         block = min(3.0 * (d + 2.0), bounded)
         steps.append(
             Step(
                 "rank bounds",
                 2.0 * bounded * v * d * components / machine.products32
                 + 2.0 * bounded * v * components / machine.elements
-                + (12.0 * block**2 * (d + 2.0) + 4.0 * block**3) / machine.products64,
+                # Half of the work on the eigenvalues is done by one core, at the speed of the memory.
+                + (12.0 * block**2 * (d + 2.0) + 8.0 * block**3) / machine.products64,
             )
         )
     if not contexts:

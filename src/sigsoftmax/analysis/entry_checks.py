@@ -52,7 +52,21 @@ class EntryChecks:
             raise _not_finite(values_BM, first_row, self.log_probs)
         if self.log_probs:
             self._check_log_probs(values_BM, block_BM.dtype, high, first_row)
-        self._look_for_narrower(block_BM)
+        self.look_for_narrower(block_BM)
+
+    def look_for_narrower(self, block_BM: Tensor) -> None:
+        """Remember which narrower dtypes could hold a sample of the block, without checking what it is."""
+        if not self.log_probs or block_BM.dtype not in NARROWER:
+            # Whole numbers fit in any dtype; a matrix of them is exact, and need not have been rounded.
+            return
+        rows, columns = (
+            -(-size // most) for size, most in zip(block_BM.shape, (SAMPLED_ROWS, SAMPLED_COLUMNS), strict=True)
+        )
+        sample = block_BM[::rows, ::columns]
+        if not bool(sample.any()):
+            return
+        candidates = NARROWER[block_BM.dtype] if self.narrower is None else self.narrower
+        self.narrower = [dtype for dtype in candidates if bool((sample.to(dtype).to(sample.dtype) == sample).all())]
 
     def precision(self, dtype: torch.dtype) -> torch.dtype:
         """The least precise dtype that all entries fit in: they probably came from it."""
@@ -84,19 +98,6 @@ class EntryChecks:
                 row,
             )
         self.row_sum_error = max(self.row_sum_error, worst)
-
-    def _look_for_narrower(self, block_BM: Tensor) -> None:
-        if not self.log_probs or block_BM.dtype not in NARROWER:
-            # Whole numbers fit in any dtype; a matrix of them is exact, and need not have been rounded.
-            return
-        rows, columns = (
-            -(-size // most) for size, most in zip(block_BM.shape, (SAMPLED_ROWS, SAMPLED_COLUMNS), strict=True)
-        )
-        sample = block_BM[::rows, ::columns]
-        if not bool(sample.any()):
-            return
-        candidates = NARROWER[block_BM.dtype] if self.narrower is None else self.narrower
-        self.narrower = [dtype for dtype in candidates if bool((sample.to(dtype).to(sample.dtype) == sample).all())]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

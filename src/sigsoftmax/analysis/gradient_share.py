@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sigsoftmax.analysis.gram import add_product
 from sigsoftmax.analysis.output_layer import WORDS_AT_ONCE, Contexts, OutputLayer, blocks_of
 from sigsoftmax.backends import reference
 from sigsoftmax.records.audits import GradientShare
@@ -59,9 +60,10 @@ def gradient_share(
     else:
         mean = float(share_N.mean())
         low, median, high = share_N.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)).tolist()
+    is_given = contexts.next_words_N is not None
     return GradientShare(
         contexts=share_N.numel(),
-        next_words="of the text" if contexts.next_words_N is not None else "drawn from the layer's own output",
+        next_words="given with the contexts" if is_given else "drawn from the layer's own output",
         mean=mean,
         median=median,
         low=low,
@@ -78,9 +80,8 @@ def _whitening(layer: OutputLayer) -> Tensor:
     """
     gram_dd = torch.zeros(layer.width, layer.width, dtype=torch.float64, device=layer.weight_Vd.device)
     for words in blocks_of(layer.words, WORDS_AT_ONCE):
-        w_Vd = layer.weight_Vd[words].to(torch.float64)
-        gram_dd.addmm_(w_Vd.T, w_Vd)
-    values_d, vectors_dd = torch.linalg.eigh(gram_dd)
+        add_product(gram_dd, layer.weight_Vd[words].to(torch.float64).T)
+    values_d, vectors_dd = torch.linalg.eigh(gram_dd, UPLO="U")
     kept = values_d > 1e-14 * layer.width * values_d[-1]
     return vectors_dd[:, kept] * values_d[kept].rsqrt()
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["WordGram", "gram_error", "squared_singular_values"]
+__all__ = ["WordGram", "add_product", "gram_error", "squared_singular_values"]
 
 PANELS = 8
 """The triangle of a symmetric update is covered by so many panels: 9/16 of the work of the full product."""

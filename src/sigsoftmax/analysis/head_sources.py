@@ -22,6 +22,8 @@ __all__ = ["OutputHead", "full_precision"]
 
 BLOCK_BYTES = 2**27
 """of the logits of a block"""
+WORDS_AT_ONCE = 8192
+"""rows of an output matrix of another dtype that are converted at once, so that it is never held twice"""
 SLICE_BYTES = {"cpu": 2**23, "cuda": 2**28}
 """of logits that phi is applied to at once: on a CPU fresh memory costs more than what is done in it"""
 
@@ -111,7 +113,7 @@ class OutputHead:
         """
         head, dtype = self.parsed_head, dtype or self.compute_dtype
         device = torch.device(self.device) if self.device is not None else self.weight_Md.device
-        weight_Md = self.weight_Md.detach().to(device, dtype)
+        weight_Md = self.weight_Md.detach().to(device)
         bias_M = None if self.bias_M is None else self.bias_M.detach().to(device, dtype)
         # A kernel that has to be compiled first would take longer than all blocks of a usual matrix.
         backend = None if device.type == "cpu" else "reference"
@@ -124,12 +126,11 @@ class OutputHead:
             hidden = rows(self.hidden, first, last)
             with torch.no_grad(), full_precision(device):
                 if self.prior_logits_TK is None:
-                    logits_BM = hidden @ weight_Md.T if bias_M is None else torch.addmm(bias_M, hidden, weight_Md.T)
-                    return _log_probs(logits_BM, head.function, backend, quick)
+                    return _log_probs(_logits(hidden, weight_Md, bias_M), head.function, backend, quick)
                 return functional.mixture_log_probs(
                     hidden,
                     rows(self.prior_logits_TK, first, last),
-                    weight_Md,
+                    weight_Md.to(dtype),
                     function=head.function,
                     linear_bias=bias_M,
                     floor=self.floor,
@@ -151,12 +152,23 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
+def _logits(hidden_Bd: Tensor, weight_Md: Tensor, bias_M: Tensor | None) -> Tensor:
+    """In the dtype of the hidden vectors."""
+    if weight_Md.dtype == hidden_Bd.dtype:
+        return hidden_Bd @ weight_Md.T if bias_M is None else torch.addmm(bias_M, hidden_Bd, weight_Md.T)
+    logits_BM = hidden_Bd.new_empty(len(hidden_Bd), len(weight_Md))
+    for part_BC, part_Cd in zip(logits_BM.split(WORDS_AT_ONCE, 1), weight_Md.split(WORDS_AT_ONCE), strict=True):
+        torch.mm(hidden_Bd, part_Cd.to(hidden_Bd.dtype).T, out=part_BC)
+    return logits_BM if bias_M is None else logits_BM.add_(bias_M)
+
+
 def _log_probs(logits_BM: Tensor, function: OutputFunction, backend: str | None, quick: bool) -> Tensor:
     """log f, in the memory of the logits."""
     rows = max(1, SLICE_BYTES.get(logits_BM.device.type, 2**28) // (logits_BM.element_size() * logits_BM.shape[1]))
     for slice_BM in logits_BM.split(rows):
         if quick:
-            slice_BM.copy_(torch.log_softmax(function.phi(slice_BM), -1))
+            phi_BM = slice_BM if str(function) == "softmax" else function.phi(slice_BM)
+            slice_BM.copy_(torch.log_softmax(phi_BM, -1))
         else:
             slice_BM.copy_(functional.log_probs(slice_BM, function=function, backend=backend))
     return logits_BM

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sigsoftmax.analysis.gram import add_product
 from sigsoftmax.analysis.output_layer import WORDS_AT_ONCE, blocks_of
 from sigsoftmax.records.audits import Truncation, TruncationPoint
 
@@ -50,8 +51,8 @@ def truncation(
     progress("truncation: the leading directions")
     gram_NN = torch.zeros(contexts, contexts, dtype=torch.float64, device=log_p_NV.device)
     for of_words in blocks_of(words, WORDS_AT_ONCE):
-        gram_NN.addmm_(centred_NV[:, of_words], centred_NV[:, of_words].T)
-    directions_NN = torch.linalg.eigh(gram_NN)[1].flip(1)
+        add_product(gram_NN, centred_NV[:, of_words])
+    directions_NN = torch.linalg.eigh(gram_NN, UPLO="U")[1].flip(1)
     for of_words in blocks_of(words, WORDS_AT_ONCE):
         centred_NV[:, of_words] = directions_NN.T @ centred_NV[:, of_words]
     coefficients_NV = centred_NV

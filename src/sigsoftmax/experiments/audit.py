@@ -11,27 +11,41 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.audit import Findings, Subject, contexts_within, log_probs_of, measure
+from sigsoftmax.analysis.audit import (
+    Findings,
+    Subject,
+    contexts_for_bounds,
+    contexts_within,
+    log_probs_of,
+    measure,
+)
 from sigsoftmax.analysis.capacity_curves import CapacityConfig
 from sigsoftmax.analysis.effort import audit_steps, fit_seconds, in_words, listed, measure_machine
 from sigsoftmax.analysis.lbfgs import Budget
+from sigsoftmax.analysis.output_layer import Contexts
 from sigsoftmax.analysis.target import heads_at_width, least_kl, mean_kl, restricted, widths_that_bind
 from sigsoftmax.analysis.truncation import truncation_widths
 from sigsoftmax.experiments.audit_checkpoints import open_checkpoint
 from sigsoftmax.experiments.audit_config import AuditConfig
 from sigsoftmax.experiments.audit_huggingface import HuggingFaceModel, open_head_only, open_model
-from sigsoftmax.experiments.audit_sources import Source, kind_of, open_arrays, open_matrix, sample_rows
-from sigsoftmax.experiments.audit_words import report
+from sigsoftmax.experiments.audit_sources import (
+    Source,
+    kind_of,
+    open_arrays,
+    open_matrix,
+    read_text,
+    sample_rows,
+)
+from sigsoftmax.experiments.audit_words import meaning, report
 from sigsoftmax.experiments.distribution_sources import (
     StoredDistributions,
     is_file_of_distributions,
     open_distributions,
 )
 from sigsoftmax.records import Record, append
-from sigsoftmax.records.audits import Audit, LayerDescription, TargetResult
+from sigsoftmax.records.audits import Audit, TargetResult
 from sigsoftmax.records.capacity import CapacityResult
 
 __all__ = ["AuditConfig", "run"]
@@ -42,7 +56,10 @@ DEFAULT_CONTEXTS = 2048
 
 
 def run(config: AuditConfig, say: Say, progress: Say = lambda _: None) -> Audit:
-    """Open, estimate, measure, say and record. An interrupt writes what is valid so far, says it, and goes on up."""
+    """Open, estimate, measure, say and record.
+
+    An interrupt, or a target that turns out to be wrong, writes what is valid so far, says it, and goes on up.
+    """
     auditor = _Auditor(config, say, progress)
     try:
         auditor.measure_all()
@@ -50,7 +67,12 @@ def run(config: AuditConfig, say: Say, progress: Say = lambda _: None) -> Audit:
         progress("")
         if auditor.source is None:
             raise
-        auditor.finish(was_interrupted=True)
+        auditor.finish(stopped_by="Interrupted")
+        raise
+    except ValueError as error:
+        progress("")
+        if auditor.is_measured:
+            auditor.finish(stopped_by=f"Stopped by an error ({error})")
         raise
     progress("")
     return auditor.finish()
@@ -73,11 +95,21 @@ class _Auditor:
     fits: list[CapacityResult] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is something to keep: all parts that need no target are done."""
+        return self.contexts > 0 and not self.findings.pending
+
     def measure_all(self) -> None:
         config = self.config
         source = self.source = self._opened()
         self.findings.notes += source.notes
         settings = config.settings()
+        # A target that cannot be read is told before the long part, as far as it shows.
+        if config.target is not None and is_file_of_distributions(config.target):
+            StoredDistributions(Path(config.target))
+        elif config.target is not None:
+            open_distributions(config.target)
         if config.bounds_only:
             self._announce(source, 0)
             measure(self._subject_of_bounds(source), settings, self.findings, self.progress)
@@ -120,7 +152,7 @@ class _Auditor:
             device=config.device,
             progress=self.progress,
         )
-        text = None if config.text is None else config.text.read_text(encoding="utf-8", errors="replace")
+        text = None if config.text is None else read_text(config.text)
         return self.model.source(text, window=config.window, seed=config.seed)
 
     def _contexts_to_take(self, source: Source) -> int:
@@ -147,6 +179,7 @@ class _Auditor:
             truncated=len(truncation_widths(count, source.words)) if count else 0,
             argmax_words=settings.argmax_words,
             argmax_seconds=settings.argmax_seconds,
+            bounds_contexts=(source.available or 0) if self.config.bounds_only and source.contexts else 0,
         )
         shape = f"{source.words:,} words" + ("" if layer is None else f", width {layer.width:,}")
         shape += f", {count:,} contexts" if count else ", the output layer alone"
@@ -170,7 +203,7 @@ class _Auditor:
                 if len(log_p_NV) != source.available
                 else ""
             )
-            precision = getattr(torch, source.dtype)
+            precision = None if source.precision is None else source.precision()
             return Subject(name=source.name, layer=None, contexts=None, log_p_NV=log_p_NV, precision=precision)
         assert source.contexts is not None and source.layer is not None
         contexts = source.contexts(count, self.progress)
@@ -181,7 +214,21 @@ class _Auditor:
         if len(contexts) < count:
             self.findings.notes.append(f"The text has {len(contexts):,} contexts, fewer than the {count:,} asked for.")
         log_p_NV = log_probs_of(source.layer, contexts, memory=self.config.memory, progress=self.progress)
-        return Subject(name=source.name, layer=source.layer, contexts=contexts, log_p_NV=log_p_NV)
+        return Subject(
+            name=source.name,
+            layer=source.layer,
+            contexts=contexts,
+            log_p_NV=log_p_NV,
+            more_contexts=self._more_contexts(source, len(contexts)),
+        )
+
+    def _more_contexts(self, source: Source, taken: int) -> Contexts | None:
+        """Where the memory holds log P of fewer contexts than the bounds need, and there are more at hand."""
+        assert source.contexts is not None and source.layer is not None
+        needed = contexts_for_bounds(source.layer.width)
+        if source.available is None or self.config.contexts is not None or not taken < needed <= source.available:
+            return None
+        return source.contexts(needed, self.progress)
 
     def _subject_of_bounds(self, source: Source) -> Subject:
         if source.layer is None:
@@ -299,16 +346,17 @@ class _Auditor:
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    def finish(self, *, was_interrupted: bool = False) -> Audit:
+    def finish(self, *, stopped_by: str | None = None) -> Audit:
         assert self.source is not None
         pending = [*self.findings.pending, *self.unfinished]
         notes = list(self.findings.notes)
+        was_interrupted = stopped_by is not None
         if was_interrupted:
-            notes.append(f"Interrupted; not measured: {', '.join(pending) or 'nothing else'}.")
+            notes.append(f"{stopped_by}; not finished: {', '.join(pending) or 'nothing else'}.")
         found = self.findings
         audit = Audit(
             source=self.source.name,
-            layer=_description(self.source),
+            layer=self.source.described_layer(),
             contexts=self.contexts,
             contexts_from=self.contexts_from,
             bounds=found.bounds,
@@ -324,24 +372,24 @@ class _Auditor:
             memory=self.config.memory,
             seconds=time.perf_counter() - self.began,
         )
-        path = self.config.records
-        # The record of an earlier audit of the same model would stand beside this one.
-        path.unlink(missing_ok=True)
-        append(path, [Record.of(audit), *map(Record.of, self.fits)])
+        audit = dataclasses.replace(audit, meaning=tuple(meaning(audit)))
+        path = self._written(audit)
         self.say(report(audit))
-        self.say(f"Done in {in_words(audit.seconds)}. Written:\n  {path}")
+        took = f"{'Stopped after' if was_interrupted else 'Done in'} {in_words(audit.seconds)}"
+        self.say(f"{took}. Written:\n  {path}")
         return audit
 
+    def _written(self, audit: Audit) -> Path:
+        """The file of the record, in place of that of an earlier audit of the same model.
 
-def _description(source: Source) -> LayerDescription:
-    layer = source.layer
-    return LayerDescription(
-        words=source.words,
-        width=None if layer is None else layer.width,
-        has_bias=layer is not None and layer.bias_V is not None,
-        components=1 if layer is None else layer.components,
-        head="" if layer is None else layer.head_text,
-        scale=source.scale,
-        how_known=source.how_known,
-        dtype=source.dtype,
-    )
+        One that was interrupted stands beside a whole one, and goes when there is another whole one.
+        """
+        path = self.config.interrupted_records if audit.was_interrupted else self.config.records
+        # Whoever kills this now loses neither the old record nor a half of the new one.
+        new = path.with_name(f"{path.name}.new")
+        new.unlink(missing_ok=True)
+        append(new, [Record.of(audit), *map(Record.of, self.fits)])
+        new.replace(path)
+        if not audit.was_interrupted:
+            self.config.interrupted_records.unlink(missing_ok=True)
+        return path

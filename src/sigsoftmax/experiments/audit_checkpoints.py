@@ -33,7 +33,11 @@ UNKNOWN = "<unk>"
 
 def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu") -> Source:
     """``best.safetensors`` of a run, or the folder of the run."""
-    file = checkpoint_file(Path(path))
+    try:
+        file = checkpoint_file(Path(path))
+    except ValueError as error:
+        hint = "; the folder of a Hugging Face model has a config.json, and this one has none"
+        raise ValueError(f"{error}{hint if Path(path).is_dir() else ''}") from None
     loaded = load_model(file, device=device)
     model, notes = loaded.model, list[str]()
     corpus: Corpus | None = None

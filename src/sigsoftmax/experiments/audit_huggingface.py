@@ -8,19 +8,28 @@ Shapes: B windows, L tokens of a window, N contexts, V words, d width.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, detached
+from sigsoftmax.experiments.audit_huggingface_files import (
+    loading_dtype,
+    note_on_missing,
+    output_module,
+    quiet,
+    read_config,
+    read_tokenizer,
+    reading_errors,
+    skeleton_of,
+    stored_tensor,
+    text_config,
+    transformers_library,
+)
 from sigsoftmax.experiments.audit_sources import Source
 from sigsoftmax.experiments.default_text import generated_text
 from sigsoftmax.experiments.detect_function import Adjustment, Detected, declared_by, detect
@@ -61,7 +70,7 @@ class HuggingFaceModel:
     def windows(self, text: str | None, count: int, *, window: int, seed: int) -> Windows:
         """At most so many contexts of a text, from windows spread evenly over it."""
         limits = [
-            getattr(_text_config(self.model.config), key, None) for key in ("max_position_embeddings", "n_positions")
+            getattr(text_config(self.model.config), key, None) for key in ("max_position_embeddings", "n_positions")
         ]
         length = min([window, *(limit for limit in limits if isinstance(limit, int) and limit > 1)])
         needed = math.ceil(count / (length - 1))
@@ -108,6 +117,12 @@ class HuggingFaceModel:
         return _run(self.model, ids_BL, keep_logits=False)[0].float().cpu() * self.scale
 
     def source(self, text: str | None, *, window: int, seed: int) -> Source:
+        if self.tokenizer is None and text is not None:
+            raise ValueError(
+                f"--text cannot be read by {self.name}: no tokenizer lies with it. Store the tokenizer in its folder, "
+                "or leave --text out and random tokens are taken"
+            )
+
         def contexts(count: int, progress: Progress) -> Contexts:
             return self.contexts(self.windows(text, count, window=window, seed=seed), count, progress)
 
@@ -129,30 +144,30 @@ def open_model(
     name: str, *, memory: int, function: str | None = None, device: str = "cpu", progress: Progress = lambda _: None
 ) -> HuggingFaceModel:
     """Load a causal language model from a folder or the hub, and find out its output function."""
-    transformers = _transformers(name)
-    with _quiet(transformers):
+    transformers = transformers_library(name)
+    with quiet(transformers):
         progress(f"reading the configuration of {name}")
-        settings = _config(transformers, name)
+        settings = read_config(transformers, name)
         # The skeleton has no memory: it tells the size before anything is loaded.
-        skeleton = _skeleton(transformers, name, settings)
+        skeleton = skeleton_of(transformers, name, settings)
         numbers = sum(parameter.numel() for parameter in skeleton.parameters())
-        dtype = _loading_dtype(name, settings, numbers, memory)
+        dtype = loading_dtype(name, settings, numbers, memory)
         progress(f"loading {name}: {numbers / 1e6:,.0f} million parameters in {str(dtype).removeprefix('torch.')}")
         try:
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, output_loading_info=True
             )
-            tokenizer = _tokenizer(transformers, name)
-        except _reading_errors() as error:
+            tokenizer = read_tokenizer(transformers, name)
+        except reading_errors() as error:
             raise ValueError(f"the weights of {name} cannot be read, a file may be truncated: {error}") from None
     model = model.eval().to(device)
-    output = _output_module(name, model)
+    output = output_module(name, model)
     missing = [key for key, value in model.named_parameters(remove_duplicate=False) if value is output.weight]
     if missing and all(key in report["missing_keys"] for key in missing):
         raise ValueError(
             f"{name} has no output layer: its files lack {missing[0]}. It was stored without its language-model head"
         )
-    notes = []
+    notes = note_on_missing(name, model, report["missing_keys"])
     weight_Vd = output.weight.detach()
     bias_V = output.bias.detach() if getattr(output, "bias", None) is not None else None
     found, words = _found_function(name, model, weight_Vd, bias_V, function)
@@ -176,22 +191,22 @@ def open_model(
 
 def open_head_only(name: str, *, function: str | None = None) -> Source:
     """The output layer of a model stored as safetensors, and nothing else of it."""
-    transformers = _transformers(name)
-    with _quiet(transformers):
-        settings = _config(transformers, name)
-        skeleton = _skeleton(transformers, name, settings)
-        output = _output_module(name, skeleton)
+    transformers = transformers_library(name)
+    with quiet(transformers):
+        settings = read_config(transformers, name)
+        skeleton = skeleton_of(transformers, name, settings)
+        output = output_module(name, skeleton)
         names = {key for key, value in skeleton.named_parameters(remove_duplicate=False) if value is output.weight}
         biases = {key for key, value in skeleton.named_parameters() if value is getattr(output, "bias", None)}
-        if getattr(_text_config(settings), "tie_word_embeddings", False):
+        if getattr(text_config(settings), "tie_word_embeddings", False):
             embedding = skeleton.get_input_embeddings().weight
             names |= {key for key, value in skeleton.named_parameters(remove_duplicate=False) if value is embedding}
-        weight_Vd = _stored_tensor(name, names)
-        bias_V = _stored_tensor(name, biases) if biases else None
+        weight_Vd = stored_tensor(name, names)
+        bias_V = stored_tensor(name, biases) if biases else None
     if function is not None:
         member, how_known = OutputFunction.parse(function), "stated; not checked against the model's output"
     else:
-        member, how_known = declared_by(_text_config(settings).to_dict())
+        member, how_known = declared_by(text_config(settings).to_dict())
     layer = OutputLayer(weight_Vd=weight_Vd, bias_V=bias_V, function=member)
 
     return Source(
@@ -246,7 +261,7 @@ def _found_function(
         )
     layer = OutputLayer(weight_Vd=weight_Vd[:words], bias_V=None if bias_V is None else bias_V[:words])
     raw_RV = layer.logits(hidden_BLd.flatten(0, 1))
-    settings = _text_config(model.config).to_dict()
+    settings = text_config(model.config).to_dict()
     own = getattr(model, "output_function", None)
     reason = "stated"
     member = None if stated is None else OutputFunction.parse(stated)
@@ -278,132 +293,3 @@ def _token_ids(tokenizer: Any, text: str) -> list[int]:
     for line in text.splitlines(keepends=True):
         ids += tokenizer(line, add_special_tokens=False)["input_ids"]
     return ids
-
-
-# --- loading --------------------------------------------------------------------------------------------------------
-
-
-def _transformers(name: str) -> Any:
-    try:
-        import transformers
-
-        # Makes transformers load models that were stored with an output function.
-        importlib.import_module("sigsoftmax.integrations.huggingface")
-    except ImportError:
-        raise ValueError(
-            f"auditing the Hugging Face model {name} needs transformers: pip install 'sigsoftmax[hf]'"
-        ) from None
-    return transformers
-
-
-def _config(transformers: Any, name: str) -> Any:
-    try:
-        return transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        kind = "folder" if Path(name).is_dir() else "name"
-        raise ValueError(f"no model can be read from the {kind} {name!r}: {_first_line(error)}") from None
-
-
-def _text_config(config: Any) -> Any:
-    """The part of a configuration that concerns text; a model for text alone has no other."""
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _skeleton(transformers: Any, name: str, settings: Any) -> Any:
-    try:
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(settings)
-    except (ValueError, KeyError) as error:
-        raise ValueError(
-            f"{name} is not a causal language model, so it has no output layer over words: {_first_line(error)}"
-        ) from None
-
-
-def _output_module(name: str, model: Any) -> Any:
-    output = model.get_output_embeddings()
-    weight = getattr(output, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        found = "none" if output is None else type(output).__name__
-        raise ValueError(
-            f"{name} has no output layer that can be read: expected a module with a floating-point matrix `weight`, "
-            f"got {found}. Store H, W and b in an .npz file and audit that"
-        )
-    return output
-
-
-def _loading_dtype(name: str, settings: Any, numbers: int, memory: int) -> torch.dtype:
-    """float32 if that takes less than half of the memory, else what the files hold."""
-    if 4 * numbers <= memory // 2:
-        return torch.float32
-    stored = getattr(settings, "dtype", None)
-    stored = stored if isinstance(stored, torch.dtype) else torch.float32
-    if stored.itemsize * numbers > memory:
-        raise ValueError(
-            f"{name} has {numbers / 1e9:.2f} billion parameters, {stored.itemsize * numbers / 2**30:.1f} GiB, more "
-            f"than the {memory / 2**30:.1f} GiB of --memory; raise it, or read the output layer alone with "
-            "--bounds-only"
-        )
-    return stored
-
-
-def _tokenizer(transformers: Any, name: str) -> Any | None:
-    folder = Path(name)
-    known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-    if folder.is_dir() and not any((folder / file).is_file() for file in known):
-        return None
-    try:
-        return transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, ImportError) as error:
-        if folder.is_dir():
-            raise ValueError(f"the tokenizer in {name} cannot be read: {_first_line(error)}") from None
-        return None
-
-
-def _stored_tensor(name: str, keys: set[str]) -> Tensor:
-    from safetensors import SafetensorError, safe_open
-    from transformers.utils.hub import cached_file
-
-    def located(file: str) -> str | None:
-        return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-
-    file, index = located("model.safetensors"), located("model.safetensors.index.json")
-    if index is not None:
-        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        file = next((located(shards[key]) for key in keys if key in shards), None)
-    if file is None:
-        raise ValueError(
-            f"{name} has no output layer in its safetensors files (looked for {', '.join(sorted(keys))}); it may be "
-            "stored in another format: audit it without --bounds-only"
-        )
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for key in sorted(keys & set(tensors.keys())):
-                return tensors.get_tensor(key)
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read, it may be truncated: {error}") from None
-    raise ValueError(f"{name} has no output layer: {file} lacks {', '.join(sorted(keys))}")
-
-
-def _reading_errors() -> tuple[type[Exception], ...]:
-    from safetensors import SafetensorError
-
-    return (OSError, EOFError, RuntimeError, SafetensorError)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-@contextlib.contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """No bars and no reports of the library's own."""
-    logging = transformers.utils.logging
-    before, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if had_bars:
-            logging.enable_progress_bar()

@@ -23,8 +23,9 @@ from sigsoftmax.analysis.output_layer import Contexts, OutputLayer
 from sigsoftmax.experiments.distribution_sources import StoredDistributions
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.lm.checkpoints import VERSION_KEY
+from sigsoftmax.records.audits import LayerDescription
 
-__all__ = ["Source", "kind_of", "open_arrays", "open_matrix", "sample_rows"]
+__all__ = ["Source", "kind_of", "open_arrays", "open_matrix", "read_text", "sample_rows"]
 
 Progress = Callable[[str], None]
 
@@ -48,11 +49,26 @@ class Source:
     """hidden vectors of at most so many contexts; None if there are none to get"""
     log_probs: Callable[[int, Progress], Tensor] | None = None
     """for a matrix: log-probabilities of at most so many contexts, (N, V)"""
+    precision: Callable[[], torch.dtype] | None = None
+    """of the log-probabilities that were read so far: the least precise dtype that holds them"""
     truth: Callable[[int], Tensor] | None = None
     """where the true distributions are known: their log-probabilities in the first so many contexts, (N, V)"""
     operations_per_context: float = 0.0
     """additions and multiplications that the model needs for one context"""
     notes: tuple[str, ...] = ()
+
+    def described_layer(self) -> LayerDescription:
+        layer = self.layer
+        return LayerDescription(
+            words=self.words,
+            width=None if layer is None else layer.width,
+            has_bias=layer is not None and layer.bias_V is not None,
+            components=1 if layer is None else layer.components,
+            head="" if layer is None else layer.head_text,
+            scale=self.scale,
+            how_known=self.how_known,
+            dtype=self.dtype,
+        )
 
 
 def kind_of(model: str) -> str:
@@ -97,6 +113,15 @@ def sample_rows(total: int, count: int, seed: int) -> Tensor:
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count].sort().values
 
 
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no text in UTF-8: byte {error.start:,} is {error.object[error.start]:#04x}; convert it first"
+        ) from None
+
+
 def open_matrix(path: str, *, seed: int = 0) -> Source:
     """A .npy file of log-probabilities or probabilities, one context a row; fewer rows are drawn at random."""
     # Rows are contexts, and those before a cut are as good as ever; the notes say what is missing.
@@ -112,6 +137,7 @@ def open_matrix(path: str, *, seed: int = 0) -> Source:
         how_known="not known: only log-probabilities were given",
         available=stored.contexts,
         log_probs=log_probs,
+        precision=lambda: stored.precision,
         notes=stored.notes,
     )
 
@@ -133,7 +159,7 @@ def open_arrays(path: str, *, function: str | None = None, memory: int, seed: in
     tensors = {key: stored[name] for key, name in names.items()}
     for key in ("h", "w", "b"):
         if key in tensors and not tensors[key].is_floating_point():
-            raise ValueError(f"{path}: {key} must hold floating-point numbers, got {tensors[key].dtype}")
+            raise ValueError(f"{path}: {names[key]} must hold floating-point numbers, got {tensors[key].dtype}")
     following = tensors.get("next")
     if following is not None and following.is_floating_point():
         raise ValueError(f"{path}: next must hold the numbers of words, got {following.dtype}")
@@ -155,7 +181,7 @@ def open_arrays(path: str, *, function: str | None = None, memory: int, seed: in
     def chosen(count: int, progress: Progress) -> Contexts:
         return contexts[sample_rows(len(contexts), count, seed)]
 
-    stated = "stated" if function else "assumed, since arrays do not say (state another with --function)"
+    stated = "stated" if function else "assumed, since arrays do not say: --function states another"
     return Source(
         name=path,
         words=layer.words,
@@ -181,6 +207,8 @@ def _read_arrays(path: Path, memory: int) -> Mapping[str, Tensor]:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(np.array(arrays[name])) for name in arrays.files}
         except (ValueError, EOFError, OSError, KeyError, zipfile.BadZipFile, TypeError) as error:
+            if "allow_pickle" in str(error):
+                raise ValueError(f"{path} holds arrays of Python objects; store arrays of numbers") from None
             raise ValueError(f"{path} cannot be read, it may be truncated ({error}); write it again") from None
     try:
         from safetensors import SafetensorError

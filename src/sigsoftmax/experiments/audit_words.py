@@ -257,15 +257,16 @@ def meaning(audit: Audit) -> list[str]:
 
 
 def _meaning_of_bounds(bounds: RankBounds) -> str:
+    where = "given Gaussian vectors " if "Gaussian vectors" in bounds.source else ""
     if bounds.width is not None and bounds.upper <= bounds.width + 2:
         return (
-            f"Whatever the text, log P lies in a space of {bounds.upper:,} dimensions out of {bounds.words:,}; the "
-            f"layer uses {'all of them' if bounds.lower == bounds.upper else f'at least {bounds.lower:,}'}. Rank is "
-            "not nats: whether the truth needs more is another question."
+            f"Whatever the text, log P lies in a space of {bounds.upper:,} dimensions out of {bounds.words:,}; "
+            f"{where}the layer uses {'all of them' if bounds.lower == bounds.upper else f'at least {bounds.lower:,}'}. "
+            "Rank is not nats: whether the truth needs more is another question."
         )
     return (
-        f"Theory does not bound the rank of {bounds.head}; at least {bounds.lower:,} dimensions are in use. A high "
-        "rank is no proof of quality: it is a count of singular values above a threshold."
+        f"Theory does not bound the rank of {bounds.head}; {where}at least {bounds.lower:,} dimensions are in use. A "
+        "high rank is no proof of quality: it is a count of singular values above a threshold."
     )
 
 
@@ -324,8 +325,8 @@ def _meaning_of_target(target: TargetResult, width: int | None, own: str) -> lis
         rest = max(target.model_kl - floor, 0.0)
         sentences.append(
             f"The model misses it by {_kl(target.model_kl)} nats. The best that was found for {own or 'softmax'} at "
-            f"this width loses {at_least}{_kl(floor)} of these, so {_kl(rest)} or so come from elsewhere than the "
-            "output layer."
+            f"this width loses {at_least}{_kl(floor)} of these, so {'at most ' * bool(at_least)}{_kl(rest)} or so come "
+            "from elsewhere than the output layer."
         )
     better = [h for h in here.values() if h.head != "softmax" and h.kl < 0.99 * softmax.kl]
     fitted = [head.width for head in target.heads if head.head == "softmax"]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.distributions import Distributions, checked_log_probs
+from sigsoftmax.analysis.entry_checks import EntryChecks
 from sigsoftmax.analysis.matrix_files import from_file
 from sigsoftmax.analysis.matrix_sources import Block
 from sigsoftmax.synthetic import Language, Weighting
@@ -129,6 +130,12 @@ class StoredDistributions:
         self.dtype = str(first.dtype).removeprefix("torch.")
         self.are_probabilities = bool((first >= 0.0).all())
         """log-probabilities have negative entries; the first row tells"""
+        self._entries = EntryChecks(log_probs=True)
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The least precise dtype that holds all rows that were read: they probably came from it."""
+        return self._entries.precision(getattr(torch, self.dtype))
 
     def _first_row(self) -> Tensor:
         for block in self._source.blocks(0):
@@ -145,9 +152,12 @@ class StoredDistributions:
             here = rows_N[(rows_N >= seen) & (rows_N < seen + len(stored))]
             for part in here.split(size):
                 progress(f"reading {self.path.name}: context {done + len(part)} of {rows_N.numel()}")
+                chosen = stored[part - seen]
                 out_NV[done : done + len(part)] = checked_log_probs(
-                    stored[part - seen], str(self.path), rows_N=part, are_probabilities=self.are_probabilities
+                    chosen, str(self.path), rows_N=part, are_probabilities=self.are_probabilities
                 )
+                # What is returned is normalised in float64, which hides where the numbers came from.
+                self._entries.look_for_narrower(chosen)
                 done += len(part)
             seen += len(stored)
         return out_NV

@@ -162,7 +162,7 @@ class Audit:
     """What an audit of an output layer found. A part that was not measured is None, and ``notes`` say why."""
 
     KIND: ClassVar[str] = "audit"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     source: str
     layer: LayerDescription
@@ -176,6 +176,8 @@ class Audit:
     gradient: GradientShare | None = None
     argmax: ArgmaxCounts | None = None
     target: TargetResult | None = None
+    meaning: tuple[str, ...] = ()
+    """what follows for this model, sentence by sentence; empty in records of version 1"""
     notes: tuple[str, ...] = ()
     """what is not covered, was skipped or cut short, in words"""
     was_interrupted: bool = False

@@ -179,9 +179,11 @@ def _axis_json(axis: Axis) -> dict[str, Any]:
 
 def count_axis(title: str, counts: Iterable[int]) -> Axis:
     """A logarithmic axis with ticks at counts that were measured, as far as they can stand beside each other."""
+    known = sorted(count for count in counts if count > 0)
+    apart = min(1.4, max(1.15, (known[-1] / known[0]) ** 0.1)) if known else 1.4
     ticks: list[int] = []
-    for count in sorted(counts):
-        if count > 0 and (not ticks or count >= 1.4 * ticks[-1]):
+    for count in known:
+        if not ticks or count >= apart * ticks[-1]:
             ticks.append(count)
     return Axis(title=title, log=True, settings={"tickvals": ticks, "ticktext": [f"{tick:,}" for tick in ticks]})
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,36 +24,12 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("this process interprets kernels", allow_module_level=True)
 
-R, V = 64, 128_256
-POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+from kernel_launches import TARGET, Launch, Recorder, assembler_report, signature
 
+R, V = 64, 128_256
 
 MOST_SPILLED = 64
 """Bytes a thread may store and load again: a few scalars of a row, where every array of a tile is 16 or 32 bytes."""
-
-
-class Launch(NamedTuple):
-    kernel: Any
-    values: dict[str, Any]
-    """Arguments by name."""
-    options: dict[str, Any]
-
-
-class Recorder:
-    """Stands in for a kernel, and keeps what it is launched with."""
-
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
-        self.arg_names = kernel.arg_names
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*positional: Any, **named: Any) -> None:
-            values = dict(zip(self.kernel.arg_names, positional, strict=False))
-            values |= {key: value for key, value in named.items() if key in self.kernel.arg_names}
-            options = {key: value for key, value in named.items() if key not in self.kernel.arg_names}
-            self.launches.append(Launch(self.kernel, values, options))
-
-        return launch
 
 
 @pytest.fixture
@@ -78,40 +53,14 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def compiled(launch: Launch) -> Any:
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for i, parameter in enumerate(launch.kernel.params):
-        name, value = parameter.name, launch.values[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[name] = POINTERS[value.dtype]
-            # As if all memory began at an aligned address, which that of torch does.
-            if value.storage_offset() * value.element_size() % 16 == 0:
-                attributes[i,] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
-                attributes[i,] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32"
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+    return triton.compile(ASTSource(launch.kernel, *signature(launch)), target=TARGET, options=launch.options)
 
 
 def spilled_bytes(kernel: Any, folder: Path) -> int:
     """What the assembler says of the kernel's PTX."""
-    source = folder / "kernel.ptx"
-    source.write_text(kernel.asm["ptx"], encoding="utf-8")
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    architecture = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.M)
-    assert architecture
-    command = [str(assembler), "-v", f"--gpu-name={architecture[1]}", str(source), "-o", str(folder / "kernel.cubin")]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    report = assembler_report(kernel.asm["ptx"], folder)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     assert spills, report
     return sum(map(int, spills))

@@ -15,7 +15,7 @@ from tests.backends.triton.device import DEVICE
 from tests.tables import LEAST
 
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.triton.rows import TritonRows
+from sigsoftmax.backends.triton import launches, priors, rows
 
 SIZES = (4, 1, 6)
 
@@ -23,13 +23,14 @@ SIZES = (4, 1, 6)
 @pytest.fixture(autouse=True)
 def _one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter is not made for threads."""
-    lock, run = threading.Lock(), TritonRows._run
+    lock = threading.Lock()
 
-    def run_alone(*arguments: Any, **keywords: Any) -> Any:
+    def launch_alone(*arguments: Any, **keywords: Any) -> None:
         with lock:
-            return run(*arguments, **keywords)
+            launches.launch(*arguments, **keywords)
 
-    monkeypatch.setattr(TritonRows, "_run", run_alone)
+    for module in (rows, priors):
+        monkeypatch.setattr(module, "launch", launch_alone)
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss(k=0.3)"])

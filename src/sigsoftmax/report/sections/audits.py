@@ -29,6 +29,12 @@ from sigsoftmax.report.theme import Look, Looks, head_label, same_head, swatch
 
 __all__ = ["section"]
 
+COLLAPSED = 1e-3
+"""nats to the nearest softmax below which an output function does what softmax would do"""
+FOLLOWS = 1e-3
+"""nats that hardly matter"""
+ROUNDING = 1e-9
+"""nats that are rounding"""
 NEVER_SHOWN = 20
 """words that can never come first, by number, in the table"""
 
@@ -37,11 +43,13 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     if not material.audits:
         return Absent("Audits", "sigsoftmax audit MODEL")
     blocks: list[Block] = []
-    findings: list[str] = []
+    found: dict[str, list[str]] = {}
     for number, entry in enumerate(material.audits, start=1):
         blocks += _blocks(f"audit-{number}", entry, looks)
-        words = _findings(entry.payload)
-        findings += [f"{entry.payload.source}: {text}" for text in words] if len(material.audits) > 1 else words
+        for text in _findings(entry.payload):
+            found.setdefault(text, []).append(entry.payload.source)
+    is_one = len(material.audits) == 1
+    findings = [text if is_one else f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in found.items()]
     return Section(
         id="audits",
         title="Audits of output layers",
@@ -56,15 +64,20 @@ def section(material: Material, looks: Looks) -> Section | Absent:
 def _blocks(name: str, entry: Entry[Audit], looks: Looks) -> list[Block]:
     audit, where = entry.payload, entry.environment
     blocks: list[Block] = [_facts(audit)]
-    if made := made_by([where]):
-        blocks.append(made)
     if audit.was_interrupted:
         blocks.append(tag("p", "The audit was interrupted: what is here was finished before.", class_="warning"))
+    if audit.meaning:
+        blocks.append(tag("h4", "What it means"))
+        blocks.append(tag("ul", [tag("li", text) for text in audit.meaning], class_="meaning"))
     if audit.notes:
+        blocks.append(tag("h4", "Notes"))
         blocks.append(tag("ul", [tag("li", note) for note in audit.notes], class_="note"))
+    if made := made_by([where]):
+        blocks.append(made)
     if audit.spectrum:
         look = _layer_look(audit, looks)
-        curve = Curve(audit.spectrum.source, Look(audit.spectrum.source, look.slot, look.dash), audit.spectrum)
+        name_of_curve = look.label or audit.source
+        curve = Curve(name_of_curve, Look(name_of_curve, look.slot, look.dash), audit.spectrum)
         blocks.append(spectrum_figure(f"{name}-spectrum", "Singular values of the log-output matrix", [curve], [where]))
     if audit.truncation and audit.truncation.points:
         blocks.append(_truncation_figure(f"{name}-truncation", audit.truncation, where))
@@ -80,15 +93,18 @@ def _layer_look(audit: Audit, looks: Looks) -> Look:
 def _facts(audit: Audit) -> Table:
     layer = audit.layer
     facts: list[tuple[str, str]] = [
-        ("Output function", f"{head_label(layer.head) if layer.head else 'not known'} ({layer.how_known})"),
-        ("Words and width", size_text(layer.words, layer.width) + (", with bias" if layer.has_bias else "")),
+        ("Output function", f"{head_label(layer.head)} ({layer.how_known})" if layer.head else layer.how_known),
+        ("Words", f"{layer.words:,}")
+        if layer.width is None
+        else ("Words and width", size_text(layer.words, layer.width) + (", with bias" if layer.has_bias else "")),
         ("Numbers", layer.dtype + (f", logits scaled by {layer.scale:g}" if layer.scale != 1.0 else "")),
         ("Contexts", f"{audit.contexts:,} from {audit.contexts_from}"),
     ]
     if audit.bounds:
         lower, upper = audit.bounds.lower, audit.bounds.upper
         between = f"exactly {upper:,}" if lower == upper else f"{lower:,} to {upper:,}"
-        facts.append(("Rank, by its bounds", f"{between}; {audit.bounds.upper_reason}"))
+        where = "" if audit.bounds.source.endswith(" in the contexts") else f" ({audit.bounds.source})"
+        facts.append(("Rank, by its bounds", f"{between}{where}; {audit.bounds.upper_reason}"))
     if audit.spectrum and is_usable(audit.spectrum):
         s = audit.spectrum
         facts += [
@@ -96,13 +112,13 @@ def _facts(audit: Audit) -> Table:
             ("Rank above the noise floor", rank_text(s, "noise")),
             ("Stable and effective rank", f"{number_text(s.stable_rank, 3)} and {number_text(s.effective_rank, 3)}"),
         ]
-    if audit.bend:
+    if audit.bend and _has_bend(audit):
         b = audit.bend
         facts += [
             ("In the bend of phi", _shares(b.logits_in_bend, b.probability_in_bend)),
             (
                 "Nearest softmax",
-                f"softmax({b.nearest_slope:.3g} z), at a KL of {number_text(b.kl_to_nearest_softmax, 3)} nats",
+                f"softmax({b.nearest_slope:.3g} z), at a KL of {_nats(b.kl_to_nearest_softmax, 3)} nats",
             ),
         ]
         facts += [
@@ -145,39 +161,58 @@ def _shares(logits: float, probability: float) -> str:
     return f"{logits:.1%} of the logits, {probability:.1%} of the probability"
 
 
+def _has_bend(audit: Audit) -> bool:
+    """A softmax has none, and cannot collapse to itself."""
+    return audit.bend is not None and bool(audit.bend.lines or audit.bend.logits_in_bend)
+
+
 def _truncation_figure(name: str, truncation: Truncation, where: Environment) -> Figure:
     points = sorted(truncation.points, key=lambda p: p.width)
     table = Table(
         caption="KL of the truncation",
         columns=[Column("Rank"), Column("KL of the truncation (nats)"), Column("Bound (nats)")],
-        rows=[Row((count_text(p.width), number_text(p.kl), number_text(p.bound))) for p in points],
+        rows=[Row((count_text(p.width), _nats(p.kl), _nats(p.bound))) for p in points],
     )
+    # A logarithmic axis has no place for 0.
+    drawn = [p for p in points if p.width > 0]
+    follows = next((p.width for p in points if p.bound <= FOLLOWS), 0)
+    # At full rank every context has directions of its own, and nothing follows from that.
+    is_telling = 0 < follows < min(truncation.contexts, truncation.words) // 2
+    enough = f", and below {FOLLOWS:g} from rank {follows:,} on" if is_telling else ""
+    traces = [
+        line(
+            [p.width for p in drawn],
+            [p.bound if p.bound >= ROUNDING else None for p in drawn],
+            Look("least up to this rank", 4),
+            hover="rank %{x}: %{y:.4g} nats",
+            markers=True,
+        )
+    ]
+    if any(p.kl > p.bound + ROUNDING for p in drawn):
+        traces.append(
+            line(
+                [p.width for p in drawn],
+                [p.kl if p.kl >= ROUNDING else None for p in drawn],
+                Look("truncation to this rank", 10, "dot", 1.4),
+                hover="rank %{x}: %{y:.4g} nats",
+            )
+        )
     return Figure(
         id=name,
         title="What is lost when log P is cut down to a rank",
-        summary=f"KL(P || softmax of log P at rank k) over {truncation.contexts:,} contexts: at most "
-        f"{number_text(points[0].bound, 3)} nats at rank {points[0].width:,} and {number_text(points[-1].bound, 3)} at "
-        f"{points[-1].width:,}. A softmax of that width, fitted, loses no more; how much less is not known from this.",
+        summary=f"KL(P || softmax of log P at rank k) over {truncation.contexts:,} contexts: "
+        f"{_nats(points[0].bound, 3)} nats at rank {points[0].width:,}{enough}. A softmax of width k, fitted, loses no "
+        "more than this; how much less is not known from it.",
         x=count_axis("rank k", (p.width for p in points)),
         y=Axis(title="KL (nats)", log=True, settings={"tickformat": "~g"}),
-        traces=[
-            line(
-                [p.width for p in points],
-                [p.bound for p in points],
-                Look("least up to this rank", 4),
-                hover="rank %{x}: %{y:.4g} nats",
-                markers=True,
-            ),
-            line(
-                [p.width for p in points],
-                [p.kl for p in points],
-                Look("truncation to this rank", 10, "dot", 1.4),
-                hover="rank %{x}: %{y:.4g} nats",
-            ),
-        ],
+        traces=traces,
         table=table,
         environments=[where],
     )
+
+
+def _nats(kl: float, digits: int = 4) -> str:
+    return "0" if 0.0 <= kl < ROUNDING else number_text(kl, digits)
 
 
 def _target_figure(name: str, target: TargetResult, looks: Looks, where: Environment) -> Figure:
@@ -202,8 +237,8 @@ def _target_figure(name: str, target: TargetResult, looks: Looks, where: Environ
             (
                 Cell(head_label(h.head), swatch(looks[h.head])),
                 str(h.width),
-                number_text(h.kl),
-                number_text(h.spread, 2),
+                _nats(h.kl),
+                _nats(h.spread, 2),
                 _width_text(h.softmax_width),
             )
         )
@@ -217,12 +252,10 @@ def _target_figure(name: str, target: TargetResult, looks: Looks, where: Environ
         if target.is_lower_bound
         else ""
     )
-    least = min(target.heads, key=lambda h: h.kl)
     return Figure(
         id=name,
         title="The least KL to the target that each head can reach",
-        summary=f"{sentence(target.target)}, {target.contexts:,} contexts. Least: {number_text(least.kl, 3)} nats, by "
-        f"{head_label(least.head)} at width {least.width}.{bound}",
+        summary=f"{sentence(target.target)}, {target.contexts:,} contexts. {_at_one_width(target)}{bound}",
         x=count_axis("width d", (h.width for h in target.heads)),
         y=Axis(title="least KL to the target (nats)", log=True, settings={"tickformat": "~g"}),
         traces=traces,
@@ -230,6 +263,14 @@ def _target_figure(name: str, target: TargetResult, looks: Looks, where: Environ
         table=Table(caption=f"Least KL to {target.target}", columns=columns, rows=rows),
         environments=[where],
     )
+
+
+def _at_one_width(target: TargetResult) -> str:
+    """The heads at the largest width that most of them share."""
+    widths = [h.width for h in target.heads]
+    shared = max(set(widths), key=lambda width: (widths.count(width), width))
+    found = sorted((h for h in target.heads if h.width == shared), key=lambda h: -h.kl)
+    return f"At width {shared:,}: " + ", ".join(f"{head_label(h.head)} {_nats(h.kl, 3)}" for h in found) + " nats."
 
 
 def _width_text(width: float) -> str:
@@ -243,13 +284,15 @@ def _width_text(width: float) -> str:
 
 def _findings(audit: Audit) -> list[str]:
     lines = [_cost(audit)]
-    if audit.bend and audit.bend.kl_to_nearest_softmax < 1e-4:
+    if audit.bend and _has_bend(audit) and audit.bend.kl_to_nearest_softmax <= COLLAPSED:
         lines.append(
             f"The output function has collapsed to softmax({audit.bend.nearest_slope:.3g} z): they differ by "
-            f"{number_text(audit.bend.kl_to_nearest_softmax, 2)} nats."
+            f"{_nats(audit.bend.kl_to_nearest_softmax, 2)} nats."
         )
     if audit.argmax and audit.argmax.no:
-        lines.append(f"{audit.argmax.no:,} words can never be the first choice, whatever the context.")
+        asked = audit.argmax.in_question
+        sample = "" if asked == audit.argmax.words else f" of {asked:,} asked about"
+        lines.append(f"{audit.argmax.no:,} words{sample} can never be the first choice, whatever the context.")
     return [line for line in lines if line]
 
 

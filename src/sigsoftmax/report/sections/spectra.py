@@ -233,18 +233,25 @@ def _curve_traces(curve: Curve, number: int, longest: int) -> list[Trace]:
 def rank_text(spectrum: Spectrum, rule: str) -> str:
     if not is_usable(spectrum):
         return DASH
-    return spectrum.count(rule).text
+    count = spectrum.count(rule)
+    if count.rank is None:
+        return count.text
+    between = "" if count.at_least == count.at_most else f" ({count.at_least:,} to {count.at_most:,})"
+    return f"{count.rank:,}{between}"
 
 
 def _summary(curves: Sequence[Curve]) -> str:
     if not curves:
         return "None of these spectra has a singular value above zero."
-    ranks = "; ".join(f"{curve.name} {rank_text(curve.spectrum, 'press32')}" for curve in curves)
     some = curves[0].spectrum
-    return (
-        f"{some.words:,} words, {some.contexts:,} contexts. Ranks by the paper's threshold: {ranks}. Faint dots lie "
-        "below the noise floor of their spectrum."
-    )
+    if len(curves) == 1:
+        ranks = f"Rank by the paper's threshold: {rank_text(some, 'press32')}."
+    else:
+        each = "; ".join(f"{curve.name} {rank_text(curve.spectrum, 'press32')}" for curve in curves)
+        ranks = f"Ranks by the paper's threshold: {each}."
+    faint = any(value <= curve.spectrum.noise_floor for curve in curves for value in curve.spectrum.singular_values)
+    noise = " Faint dots lie below the noise floor of their spectrum." if faint else ""
+    return f"{some.words:,} words, {some.contexts:,} contexts. {ranks}{noise}"
 
 
 def _ranks_table(caption: str, curves: Sequence[Curve]) -> Table:
