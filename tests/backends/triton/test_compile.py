@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("this process interprets kernels", allow_module_level=True)
 
-from kernel_launches import TARGET, Launch, Recorder, assembler_report, signature
+from kernel_launches import TARGET, Launch, Recorder, assembler_report, signature  # noqa: E402 - it needs triton
 
 R, V = 64, 128_256
 
