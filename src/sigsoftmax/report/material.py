@@ -14,6 +14,7 @@ from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.paper import CORPORA, HEADS
 from sigsoftmax.records.spectra import RankBounds, Spectrum
 from sigsoftmax.records.speed import Measurement
+from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
 from sigsoftmax.records.training import (
     ComparisonRecord,
     DynamicEvaluationRecord,
@@ -40,6 +41,8 @@ class Material:
     audits: list[Entry[Audit]]
     capacities: list[Entry[CapacityResult]]
     measurements: list[Entry[Measurement]]
+    trials: list[Entry[TrialRecord]]
+    paired_differences: list[Entry[PairedDifferenceRecord]]
     replaced: int
     """records that a later one of the same thing replaces, as epochs that a resumed run repeated"""
 
@@ -72,6 +75,11 @@ class Material:
                 loaded.take(CapacityResult), lambda p: (p.language, p.contexts, p.words, p.seed, p.head, p.width)
             ),
             measurements=last(loaded.take(Measurement), lambda p: (p.suite, p.case, p.implementation)),
+            trials=last(loaded.take(TrialRecord), lambda p: (p.run, p.point)),
+            paired_differences=last(
+                loaded.take(PairedDifferenceRecord),
+                lambda p: (p.recipe, p.point, p.baseline_recipe, p.baseline_point, p.quantity),
+            ),
             replaced=replaced,
         )
 
@@ -82,6 +90,7 @@ class Material:
         named += [dynamic.payload.run.head for dynamic in self.dynamic_evaluations]
         named += [comparison.payload.run.head for comparison in self.comparisons]
         named += [spectrum.payload.run.head for spectrum in self.model_spectra]
+        named += [trial.payload.run.head for trial in self.trials]
         named += [capacity.payload.head for capacity in self.capacities]
         named += [bounds.payload.head for bounds in self.rank_bounds]
         for audit in self.audits:

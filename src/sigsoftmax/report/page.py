@@ -17,7 +17,7 @@ from sigsoftmax.report.markup import Markup, join, script_json, tag
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.provenance import origins
 from sigsoftmax.report.section import Absent, Section
-from sigsoftmax.report.sections import audits, benchmarks, capacity, comparison, learning, reproduction, spectra
+from sigsoftmax.report.sections import audits, benchmarks, capacity, comparison, learning, reproduction, spectra, sweeps
 from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table
 from sigsoftmax.report.theme import Looks, stylesheet_variables
 
@@ -39,6 +39,7 @@ def render(loaded: Loaded, *, title: str) -> str:
         spectra.section(material, looks),
         learning.section(material, looks),
         comparison.section(material, looks),
+        sweeps.section(material, looks),
         capacity.section(material, looks),
         audits.section(material, looks),
         benchmarks.section(material),
