@@ -137,6 +137,13 @@ def test_what_went_wrong_shows_in_the_status(error, status, message, monkeypatch
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["much", "8 TiB", "0", "-1", "8GiBs"])
+def test_an_amount_of_memory_that_is_none(text, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["audit", "gpt2", f"--memory={text}"])
+    assert f"expected an amount of memory, as 8 (GiB), 8GiB or 512MiB, got {text!r}" in capsys.readouterr().err
+
+
 def test_too_little_memory_is_told(monkeypatch, capsys):
     class OutOfMemoryError(RuntimeError):
         pass
@@ -214,6 +221,9 @@ def test_other_verbs_pass_their_arguments_on(seen, tmp_path):
     assert (seen[-1].heads, seen[-1].widths, seen[-1].starts) == (("softmax", "gss(k=0)"), (2, 4), 1)
     assert cli.main(["audit", "gpt2", "--bounds-only", "--memory", "2"]) == 0
     assert (seen[-1].model, seen[-1].bounds_only, seen[-1].memory_gib) == ("gpt2", True, 2.0)
+    for text, gib in (("8GiB", 8.0), ("512MiB", 0.5), ("1.5g", 1.5)):
+        assert cli.main(["audit", "gpt2", "--memory", text]) == 0
+        assert seen[-1].memory_gib == gib
 
 
 def test_defaults_of_a_configuration_are_its_own(seen):

@@ -80,6 +80,14 @@ def heads(text: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def gibibytes(text: str) -> float:
+    """``8``, ``8GiB`` or ``512MiB``"""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([MG])(?:i?B)?)?\s*", text, re.IGNORECASE)
+    if match is None or not (size := float(match[1])):
+        raise argparse.ArgumentTypeError(f"expected an amount of memory, as 8 (GiB), 8GiB or 512MiB, got {text!r}")
+    return size / 1024 if (match[2] or "G").upper() == "M" else size
+
+
 def add_out(parser: Parser, default: str, what: str) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(default), metavar="DIR", help=f"folder for {what} (default: {default})"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sigsoftmax.cli.language_models import add_changes, add_resources, resources
-from sigsoftmax.cli.parser import Parser, Verbs, add_out, heads, numbers, progress, say
+from sigsoftmax.cli.parser import Parser, Verbs, add_out, gibibytes, heads, numbers, progress, say
 
 __all__ = ["add_verbs"]
 
@@ -201,7 +201,9 @@ def _add_audit(verbs: Verbs) -> None:
     )
     audit.add_argument("--contexts", type=int, metavar="N")
     audit.add_argument("--window", type=int, metavar="N", help="tokens that the model sees at once (default: 128)")
-    audit.add_argument("--memory", dest="memory_gib", type=float, metavar="GIB", help="that may be used (default: 8)")
+    audit.add_argument(
+        "--memory", dest="memory_gib", type=gibibytes, metavar="SIZE", help="that may be used, as 8GiB (the default)"
+    )
     audit.add_argument("--argmax-words", type=int, metavar="N", help="words asked whether they can come first")
     audit.add_argument("--argmax-seconds", type=float, metavar="S", help="for that question (default: 60)")
     _add_fits(audit, starts=3, iterations=300)
