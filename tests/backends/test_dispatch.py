@@ -120,6 +120,15 @@ def test_explain_says_why_a_fast_backend_was_refused() -> None:
     assert lines[1:] == [f"  not {name}: {reason}" for name in dispatch.BACKENDS if name != "reference"]
 
 
+def test_the_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    form = sigsoftmax.OutputFunction("sigsoftmax").form
+    reason = dispatch._why_not_triton(form, torch.bfloat16, torch.device("cuda"))
+    assert reason is not None
+    assert "this torch is built for AMD's" in reason
+
+
 def test_targets_with_a_gradient_go_to_the_reference_or_are_refused() -> None:
     target = torch.softmax(Z, -1).requires_grad_()
     result = sigsoftmax.cross_entropy(Z, target, function="softmax")

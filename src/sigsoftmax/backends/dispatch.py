@@ -36,6 +36,8 @@ def _why_not_triton(form: Form, dtype: torch.dtype, device: torch.device) -> str
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not is_interpreted:
         return f"the tensors are on {device.type}, not on a CUDA device"
+    if torch.version.hip is not None and not is_interpreted:
+        return "the kernels are written for NVIDIA's GPUs, and this torch is built for AMD's"
     if not has_triton():
         return "the package triton is not installed"
     from sigsoftmax.backends.triton import rows

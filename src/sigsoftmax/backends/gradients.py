@@ -30,7 +30,7 @@ def times(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
         return [gradient * factor.to(gradient.dtype) for gradient in gradients]
     if factor.device.type == "cpu" and bool(factor == 1):
         return list(gradients)
-    if factor.device.type == "cuda" and dispatch.has_triton():
+    if factor.device.type == "cuda" and dispatch.has_triton() and torch.version.hip is None:
         from sigsoftmax.backends.triton.scaling import scale_in_place
 
         scale_in_place(gradients, factor)
