@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from sigsoftmax.experiments.runs import chosen_recipes
 from sigsoftmax.lm.config import Recipe
+from sigsoftmax.lm.recipes import read_toml
 from sigsoftmax.lm.settings import SETTINGS
 
 __all__ = ["AskedSweep", "asked_sweep", "read_sweep_file"]
@@ -76,16 +76,7 @@ def read_sweep_file(path: Path) -> AskedSweep:
 
     A field with a list of values is an axis; one that is itself a list becomes an axis by a list of lists.
     """
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"no sweep file at {path}") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
+    content = read_toml(path, "sweep")
     try:
         setting = content.pop("setting", None)
         if setting is not None and not isinstance(setting, str):

@@ -161,22 +161,27 @@ def with_overrides(base: Recipe, changes: Iterable[str]) -> Recipe:
     return _changed(base, values)
 
 
-def from_toml(path: str | Path) -> Recipe:
-    """A recipe from a file: ``recipe = "ptb-softmax"`` and what to change, in tables such as ``[training]``.
-
-    TOML has no null: a field that may be None takes the text ``"none"``.
-    """
-    path = Path(path)
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The content of a file that describes ``what``."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"no recipe file at {path}") from None
+        raise ValueError(f"no {what} file at {path}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def from_toml(path: str | Path) -> Recipe:
+    """A recipe from a file: ``recipe = "ptb-softmax"`` and what to change, in tables such as ``[training]``.
+
+    TOML has no null: a field that may be None takes the text ``"none"``.
+    """
+    path = Path(path)
+    content = read_toml(path, "recipe")
     name = content.pop("recipe", None)
     if not isinstance(name, str):
         raise ValueError(f'{path} must name the recipe that it changes, as recipe = "ptb-softmax"')

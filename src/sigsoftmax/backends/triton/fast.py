@@ -86,6 +86,18 @@ def _powers(pointer, start, anchor, scale, shift, V, IS_EASY: tl.constexpr, LANE
 
 
 @triton.jit
+def _four_powers(
+    pointer, start, anchor, scale, shift, V, IS_EASY: tl.constexpr, LANES: tl.constexpr, POLICY: tl.constexpr
+):
+    return (
+        _powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, POLICY),
+        _powers(pointer, start + LANES, anchor, scale, shift, V, IS_EASY, LANES, POLICY),
+        _powers(pointer, start + 2 * LANES, anchor, scale, shift, V, IS_EASY, LANES, POLICY),
+        _powers(pointer, start + 3 * LANES, anchor, scale, shift, V, IS_EASY, LANES, POLICY),
+    )
+
+
+@triton.jit
 def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EASY: tl.constexpr, LANES: tl.constexpr):
     """sum g / e^offset over the row."""
     total = tl.zeros([LANES], tl.float32)
@@ -98,10 +110,7 @@ def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EA
             total += (u0 * u0 * d1 + u1 * u1 * d0) * forms.reciprocal(d0 * d1)
     else:
         for start in range(0, V, 4 * LANES):
-            u0 = _powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_last")
-            u1 = _powers(pointer, start + LANES, anchor, scale, shift, V, IS_EASY, LANES, "evict_last")
-            u2 = _powers(pointer, start + 2 * LANES, anchor, scale, shift, V, IS_EASY, LANES, "evict_last")
-            u3 = _powers(pointer, start + 3 * LANES, anchor, scale, shift, V, IS_EASY, LANES, "evict_last")
+            u0, u1, u2, u3 = _four_powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_last")
             if IS_SIG:
                 d0 = u0 + b
                 d1 = u1 + b
@@ -156,10 +165,7 @@ def _gradient_row(
     else:
         root = tl.sqrt(tl.abs(factor))
         for start in range(0, V, 4 * LANES):
-            u0 = _powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_first")
-            u1 = _powers(pointer, start + LANES, anchor, scale, shift, V, IS_EASY, LANES, "evict_first")
-            u2 = _powers(pointer, start + 2 * LANES, anchor, scale, shift, V, IS_EASY, LANES, "evict_first")
-            u3 = _powers(pointer, start + 3 * LANES, anchor, scale, shift, V, IS_EASY, LANES, "evict_first")
+            u0, u1, u2, u3 = _four_powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_first")
             if IS_SIG:
                 # sigma (2 - sigma) = 1 - y^2 for y = 1 - sigma = b / d; root^2 is the factor.
                 d0 = u0 + b
