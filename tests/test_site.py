@@ -1,5 +1,6 @@
 """The documentation site: it builds without a warning, has every public name, and asks nobody for anything."""
 
+import contextlib
 import importlib
 import os
 import re
