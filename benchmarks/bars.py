@@ -126,7 +126,18 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_ylim(len(panel.bars) - 0.4, -0.6)
     axes.set_xlim(0, reach * 1.02)
     axes.grid(axis="x")
-    axes.set_title(panel.title)
+    # At the picture's edge, not the axes': names of cases are long. The empty title keeps the place.
+    axes.set_title(" ")
+    title = axes.annotate(
+        panel.title,
+        (0.0, 1.0),
+        xycoords=("figure fraction", "axes fraction"),
+        xytext=(5, 6),
+        textcoords="offset points",
+        fontsize=10,
+        fontweight="bold",
+    )
+    title.set_in_layout(False)
     axes.set_xlabel(panel.axis, fontsize=9)
     axes.tick_params(axis="x", labelsize=9)
 
