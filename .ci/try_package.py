@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ("torch", "numpy")
 FOLDERS = ("benchmarks", "docs", "examples", "results", "src", "tests", ".ci", ".github")
 """what a source archive holds of the repository, besides files at its top"""
-LEFTOVERS = re.compile(r"(^|/)(__pycache__|\.(venv|git|gpu|hypothesis|\w+_cache)|runs|site|dist|build)(/|$)|\.py[cod]$")
+LEFTOVERS = re.compile(r"(^|/)(__pycache__|\.(venv|git|hypothesis|\w+_cache)|runs|site|dist|build)(/|$)|\.py[cod]$")
 
 
 class PackageError(Exception):
