@@ -42,7 +42,8 @@ def test_a_wheel_holds_the_modules_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "leftover", [".hypothesis/trace.json", "src/a/__pycache__/b.pyc", ".venv/bin/python", "runs/x", ".mypy_cache/y", "dist/z"]
+    "leftover",
+    [".hypothesis/trace.json", "src/a/__pycache__/b.pyc", ".venv/bin/python", "runs/x", ".mypy_cache/y", "dist/z"],
 )
 def test_a_source_archive_holds_no_leftovers(leftover):
     names = ["sigsoftmax-1.0/README.md", "sigsoftmax-1.0/docs/building.md"]
