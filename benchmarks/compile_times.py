@@ -19,23 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RECORDS, Measurement, environment, table
+from measuring import MEMBERS, RECORDS, Measurement, environment, table
 
 import sigsoftmax
 from sigsoftmax import OutputFunction, records
 
 V, D, K = 128_256, 64, 4
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MEMBERS = (
-    "softmax",
-    "sigsoftmax",
-    "softmax(alpha=1.5)",
-    "shifted_sigsoftmax(b=1)",
-    "gss(k=0.2)",
-    "sigmoid",
-    "relu",
-    "softcap",
-)
 
 
 def _leaf(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

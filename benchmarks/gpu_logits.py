@@ -11,22 +11,12 @@ import torch
 from gpu_losses import Peers, logits_losses, ours_logits, step_of
 from gpu_machine import SUITE, Machine, works
 from gpu_problems import DEVIATIONS, Problem, logits_problem, relative_errors
-from measuring import Case, Measurement, Products, Step
+from measuring import MEMBERS, Case, Measurement, Products, Step
 
 from sigsoftmax import OutputFunction
 
 Maker = Callable[[], Problem]
 IN_PLACE = "Liger softmax, in place"
-MEMBERS = (
-    "softmax",
-    "sigsoftmax",
-    "softmax(alpha=1.5)",
-    "shifted_sigsoftmax(b=1)",
-    "gss(k=0.2)",
-    "sigmoid",
-    "relu",
-    "softcap",
-)
 
 
 def shape_text(tokens: int, classes: int) -> str:

@@ -31,6 +31,17 @@ from sigsoftmax.records.speed import Measurement
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 MIB = 2**20
+MEMBERS = (
+    "softmax",
+    "sigsoftmax",
+    "softmax(alpha=1.5)",
+    "shifted_sigsoftmax(b=1)",
+    "gss(k=0.2)",
+    "sigmoid",
+    "relu",
+    "softcap",
+)
+"""of the family, for cases that go through all"""
 RECORDS = Path(__file__).parent / "records"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from measuring import RECORDS, Measurement, mib_text
-from write_docs import NO_RECORDS, PART
+from write_docs import NO_RECORDS, rewritten
 from write_reproduction import RESULTS, ROOT, Records, heads, table
 
 from sigsoftmax import records
@@ -104,15 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
     given = parser.parse_args(arguments)
-    before = PAGE.read_text(encoding="utf-8")
-    after = PART.sub(lambda part: f"{part['begin']}{PARTS[part['suite']]()}{part['end']}", before)
-    if given.check:
-        if before != after:
-            print(f"{PAGE.relative_to(ROOT)} is not what the records give; run make choosing-docs")
-            return 1
-        return 0
-    PAGE.write_text(after, encoding="utf-8")
-    return 0
+    return rewritten(PAGE, lambda name: PARTS[name](), check=given.check, advice="run make choosing-docs")
 
 
 if __name__ == "__main__":

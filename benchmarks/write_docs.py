@@ -387,6 +387,18 @@ def run(folder: Path, page: Path, *, check: bool) -> list[str]:
     return stale
 
 
+def rewritten(page: Path, part_of: Callable[[str], str], *, check: bool, advice: str) -> int:
+    """Put every generated part of a page anew, by its name; or only say, and return 1, if that would change it."""
+    before = page.read_text(encoding="utf-8")
+    after = PART.sub(lambda part: f"{part['begin']}{part_of(part['suite'])}{part['end']}", before)
+    if not check:
+        page.write_text(after, encoding="utf-8")
+    elif before != after:
+        print(f"docs/{page.name} is not what the records give; {advice}")
+        return 1
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")

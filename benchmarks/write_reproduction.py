@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from write_docs import NO_RECORDS, PART
+from write_docs import NO_RECORDS, rewritten
 
 from sigsoftmax.records import Environment, read
 from sigsoftmax.records.model_spectra import ModelSpectrum
@@ -236,15 +236,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
     arguments = parser.parse_args()
     records = Records(RESULTS)
-    before = PAGE.read_text(encoding="utf-8")
-    after = PART.sub(lambda part: f"{part['begin']}{PARTS[part['suite']](records)}{part['end']}", before)
-    if arguments.check:
-        if before != after:
-            print(f"{PAGE.relative_to(ROOT)} is not what results/ gives; run make reproduction-docs")
-            return 1
-        return 0
-    PAGE.write_text(after, encoding="utf-8")
-    return 0
+    return rewritten(
+        PAGE, lambda name: PARTS[name](records), check=arguments.check, advice="run make reproduction-docs"
+    )
 
 
 if __name__ == "__main__":

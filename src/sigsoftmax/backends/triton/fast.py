@@ -98,6 +98,16 @@ def _four_powers(
 
 
 @triton.jit
+def _denominators(u0, u1, u2, u3, b):
+    """Of an easy row, and their products in pairs, of which one reciprocal serves all four."""
+    d0 = u0 + b
+    d1 = u1 + b
+    d2 = u2 + b
+    d3 = u3 + b
+    return d0, d1, d2, d3, d0 * d1, d2 * d3
+
+
+@triton.jit
 def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EASY: tl.constexpr, LANES: tl.constexpr):
     """sum g / e^offset over the row."""
     total = tl.zeros([LANES], tl.float32)
@@ -112,12 +122,7 @@ def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EA
         for start in range(0, V, 4 * LANES):
             u0, u1, u2, u3 = _four_powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_last")
             if IS_SIG:
-                d0 = u0 + b
-                d1 = u1 + b
-                d2 = u2 + b
-                d3 = u3 + b
-                d01 = d0 * d1
-                d23 = d2 * d3
+                d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
                 n01 = u0 * u0 * d1 + u1 * u1 * d0
                 n23 = u2 * u2 * d3 + u3 * u3 * d2
                 total += (n01 * d23 + n23 * d01) * forms.reciprocal(d01 * d23)
@@ -168,12 +173,7 @@ def _gradient_row(
             u0, u1, u2, u3 = _four_powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_first")
             if IS_SIG:
                 # sigma (2 - sigma) = 1 - y^2 for y = 1 - sigma = b / d; root^2 is the factor.
-                d0 = u0 + b
-                d1 = u1 + b
-                d2 = u2 + b
-                d3 = u3 + b
-                d01 = d0 * d1
-                d23 = d2 * d3
+                d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
                 shared = (root * b) * forms.reciprocal(d01 * d23)
                 y01 = shared * d23
                 y23 = shared * d01
