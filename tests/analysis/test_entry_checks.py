@@ -36,7 +36,7 @@ def changed(row, column, value):
             r"off by 0.1 \(the largest of 2 .* is 0.3, in row 102",
         ),
         (uniform().exp(), 0, r"These are probabilities: pass their logarithm"),
-        (torch.randn(4, 5), 0, r"log_softmax of logits over all words.*log_probs=False"),
+        (torch.linspace(2.0, -2.0, 20).view(4, 5), 0, r"log_softmax of logits over all words.*log_probs=False"),
     ],
 )
 def test_wrong_entries_are_named(block, row, message):
