@@ -25,7 +25,7 @@ from torch import Tensor
 Shape = tuple[int, int, int]
 """N, d, V"""
 FLOOR = "three matrix products alone"
-SLABS_MIB = {"fast": 576, "large": 1000, "exact": 300, "buffered": 512}
+SLABS_MIB = {"fast": 576, "large": 1000, "exact": 318, "buffered": 512}
 """Bytes of logits at a time in the modes of ours; what a user would pass as ``chunk_bytes``."""
 
 

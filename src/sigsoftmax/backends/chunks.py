@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sigsoftmax.backends import reference
 from sigsoftmax.backends.blocked.any_form import FormRows
+from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowRoutines, RowStats
 from sigsoftmax.backends.mixture_block import MixtureBlock
 from sigsoftmax.backends.reference import MASK
@@ -172,8 +173,8 @@ class LossLoop:
         all_stats, all_coefficients = zip(*measured, strict=True)
         stats, coefficients = concatenate(RowStats, all_stats), concatenate(RowCoefficients, all_coefficients)
         index_R = self._row_index(slice(None))
-        for first_class, logits_RV in source.class_blocks():
-            routines.gradient_of_classes(logits_RV, stats, coefficients, index_R, self.smoothing_V, first_class)
+        for first_class, logits_RV, out_RV in ClassWalk(source).gradients():
+            routines.gradient_of_classes(logits_RV, stats, coefficients, index_R, self.smoothing_V, first_class, out_RV)
 
     def _measure(self, span: slice, logits_RV: Tensor) -> tuple[RowStats, RowCoefficients]:
         stats = self.routines.stats(

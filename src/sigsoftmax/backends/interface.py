@@ -95,8 +95,9 @@ class FusedRowRoutines(RowRoutines, Protocol):
         index_R: Tensor | None,
         dense: Tensor | None,
         first_class: int,
+        out_RV: Tensor,
     ) -> None:
-        """Overwrite logits by their gradient, for a range of classes of rows that were measured before.
+        """Write the gradient of a range of classes of rows that were measured before; out may be the logits.
 
         ``index_R`` and ``dense`` are those of all classes.
         """

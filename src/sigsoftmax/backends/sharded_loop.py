@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sigsoftmax.backends import reference
 from sigsoftmax.backends.chunks import LossLoop, LossOptions, MakeRoutines, TokenLosses, concatenate, scaled
+from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowStats
 from sigsoftmax.backends.mixture_block import MixtureBlock
 from sigsoftmax.backends.shards import Combined, Combiner, Measured, Shard, for_gradient
@@ -135,8 +136,8 @@ class ShardedLossLoop(LossLoop):
         coefficients = self._own_coefficients(everything, combined, by_log_f_nK)._replace(unused=None)
         stats = for_gradient(concatenate(RowStats, [own.stats for own in measured]))
         index_R = self._row_index(everything)
-        for first_class, logits_RV in source.class_blocks():
-            routines.gradient_of_classes(logits_RV, stats, coefficients, index_R, self.smoothing_V, first_class)
+        for first_class, logits_RV, out_RV in ClassWalk(source).gradients():
+            routines.gradient_of_classes(logits_RV, stats, coefficients, index_R, self.smoothing_V, first_class, out_RV)
 
     def _measure_own(self, span: slice, logits_RV: Tensor, *, extras: bool = True) -> Measured:
         """Rows of this process's classes, with the target's part of those that have it here."""

@@ -12,8 +12,17 @@ from torch import Tensor
 
 from sigsoftmax.backends import reference
 
-ALIGNMENT = 64
-"""elements; 128 bytes of bfloat16"""
+
+def row_alignment(device: torch.device) -> int:
+    """Rows of a slab start at multiples of so many elements.
+
+    On a GPU products are several times slower where rows are not aligned, or where their length is odd.
+    """
+    return 16 if device.type == "cuda" else 1
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 class Source:
@@ -31,6 +40,10 @@ class Source:
     def gradient_rows(self, first_row: int, logits_RV: Tensor) -> Tensor:
         """The memory for the gradient of these rows of the current chunk."""
         raise NotImplementedError
+
+    def whole_rows(self, logits_RV: Tensor) -> Tensor:
+        """The same rows with masked classes up to an aligned length, if there is room: kernels load them faster."""
+        return logits_RV
 
     def backpropagate(self) -> None:
         """Called when the gradient of the current chunk is complete."""
@@ -74,7 +87,8 @@ class LinearLogits(Source):
     * ``fast``: do that; the error grows with the number of slabs;
     * ``buffered``: sum in a float32 buffer of the weight's size;
     * ``exact``: measure all tokens first, then walk the classes: the gradient of each range of classes is one product
-      over all tokens. It costs a fourth product and a float32 buffer for the gradient of ``hidden``.
+      over all tokens. It costs a part of a fourth product and a float32 buffer for the gradient of ``hidden``
+      (``class_walk``).
 
     ``budget_classes`` is the number of classes that slabs are cut for, if another than the weight's.
     """
@@ -99,6 +113,7 @@ class LinearLogits(Source):
         self.weight_Vd = weight_Vd.to(product_dtype)
         self.bias_V = None if bias_V is None else bias_V.to(product_dtype)
         self.sum_dtype = reference.compute_dtype(product_dtype)
+        self.alignment = row_alignment(self.weight_Vd.device)
         row_bytes = (budget_classes or self.num_classes) * self.weight_Vd.element_size()
         tokens_in_budget = max(1, chunk_bytes // (row_bytes * self.components))
         # Chunks of equal size: a last one of a few rows would be a slow product.
@@ -107,11 +122,12 @@ class LinearLogits(Source):
         rows = min(self.chunk_tokens, self.num_tokens) * self.components
         is_low = weight_Vd.dtype != torch.promote_types(weight_Vd.dtype, self.sum_dtype)
         self.walks_classes = weight_gradient == "exact" and is_low and needs_weight and num_chunks > 1
-        slab_size = rows * self.num_classes
-        # A walk over the classes takes all tokens of one class at least.
-        least = self.num_tokens * self.components if self.walks_classes else 0
-        self.slab = self.weight_Vd.new_empty(max(slab_size, least))
-        self.logits_like = self.slab[:slab_size].view(rows, self.num_classes)
+        slab_size = rows * rounded_up(self.num_classes, self.alignment)
+        if self.walks_classes:
+            # A walk over the classes takes all tokens of a few classes at least.
+            slab_size = max(slab_size, self.num_tokens * self.components * self.alignment)
+        self.slab = self.weight_Vd.new_empty(slab_size)
+        self.logits_like = self.matrix(self.slab, rows, self.num_classes)
         self.sums_in_place = not is_low or weight_gradient == "fast" or num_chunks == 1
         self.parameters = (weight_Vd, bias_V)
         self.needs_hidden, self.needs_weight, self.needs_bias = needs_hidden, needs_weight, needs_bias
@@ -119,7 +135,7 @@ class LinearLogits(Source):
         self.weight_gradient: Tensor | None = None
         self.bias_gradient: Tensor | None = None
 
-    def _begin_gradients(self) -> None:
+    def begin_gradients(self) -> None:
         """Memory for the gradients, zero where there is nothing to sum."""
         weight_Vd, bias_V = self.parameters
         make = torch.zeros if self.num_tokens == 0 else torch.empty
@@ -133,22 +149,54 @@ class LinearLogits(Source):
             dtype = torch.promote_types(bias_V.dtype, self.sum_dtype)
             self.bias_gradient = make(bias_V.shape, dtype=dtype, device=device)
 
-    def _product(self, rows_Rd: Tensor, first: int, last: int) -> Tensor:
-        """Logits of a range of classes, in the slab."""
-        classes = last - first
-        logits = self.slab[: rows_Rd.shape[0] * classes].view(-1, classes)
-        weight_dV = self.weight_Vd[first:last].t()
-        if self.bias_V is None:
-            return torch.mm(rows_Rd, weight_dV, out=logits)
-        return torch.addmm(self.bias_V[first:last], rows_Rd, weight_dV, out=logits)
+    def matrix(self, memory: Tensor, rows: int, classes: int) -> Tensor:
+        """The beginning of some memory as aligned rows."""
+        stride = rounded_up(classes, self.alignment)
+        return memory[: rows * stride].view(rows, stride)[:, :classes]
+
+    def whole_rows(self, logits_RV: Tensor) -> Tensor:
+        rows, classes, stride = *logits_RV.shape, logits_RV.stride(0)
+        if stride == classes or rows == 0:
+            return logits_RV
+        wide_RV = logits_RV.as_strided((rows, stride), (stride, 1))
+        wide_RV[:, classes:] = reference.MASK
+        return wide_RV
+
+    def pieces(self, classes: int) -> list[slice]:
+        """An even number of classes and the few that remain, these first: products of an odd number are slow."""
+        even = classes // self.alignment * self.alignment
+        return [slice(0, classes)] if even in (0, classes) else [slice(even, classes), slice(0, even)]
+
+    def logits_of(self, rows_Rd: Tensor, first: int, last: int, out_RV: Tensor) -> Tensor:
+        """Logits of a range of classes."""
+        for piece in self.pieces(last - first):
+            classes = slice(first + piece.start, first + piece.stop)
+            weight_dV = self.weight_Vd[classes].t()
+            if self.bias_V is None:
+                torch.mm(rows_Rd, weight_dV, out=out_RV[:, piece])
+            else:
+                torch.addmm(self.bias_V[classes], rows_Rd, weight_dV, out=out_RV[:, piece])
+        return out_RV
+
+    def add_to_hidden(self, by_rows_Rd: Tensor, by_logits_RV: Tensor, first: int, *, is_first: bool) -> None:
+        """Gradients of logits from a first class on, times their part of the weight."""
+        for piece in self.pieces(by_logits_RV.shape[1]):
+            weight_Vd = self.weight_Vd[first + piece.start : first + piece.stop]
+            add_product(by_rows_Rd, by_logits_RV[:, piece], weight_Vd, is_first=is_first)
+            is_first = False
+
+    def add_to_weight(self, by_weight_Vd: Tensor, by_logits_RV: Tensor, rows_Rd: Tensor, *, is_first: bool) -> None:
+        for piece in self.pieces(by_logits_RV.shape[1]):
+            add_product(by_weight_Vd[piece], by_logits_RV[:, piece].t(), rows_Rd, is_first=is_first)
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         if not self.walks_classes:
-            self._begin_gradients()
+            self.begin_gradients()
         for first in range(0, self.num_tokens, self.chunk_tokens):
             self.first, self.last = first, min(first + self.chunk_tokens, self.num_tokens)
             self.chunk_Rd = self.hidden_NKd[first : self.last].flatten(0, 1).to(self.weight_Vd.dtype)
-            self.chunk_RV = self._product(self.chunk_Rd, 0, self.num_classes)
+            memory_RV = self.matrix(self.slab, self.chunk_Rd.shape[0], self.num_classes)
+            self.chunk_RV = self.logits_of(self.chunk_Rd, 0, self.num_classes, memory_RV)
             yield first, self.chunk_RV
 
     def gradient_rows(self, first_row: int, logits_RV: Tensor) -> Tensor:
@@ -157,34 +205,13 @@ class LinearLogits(Source):
     def backpropagate(self) -> None:
         is_first = self.first == 0
         if self.hidden_gradient is not None:
-            rows = self.hidden_gradient[self.first : self.last].view(-1, self.features)
-            add_product(rows, self.chunk_RV, self.weight_Vd, is_first=True)
+            rows_Rd = self.hidden_gradient[self.first : self.last].view(-1, self.features)
+            self.add_to_hidden(rows_Rd, self.chunk_RV, 0, is_first=True)
         if self.weight_gradient is not None:
-            add_product(self.weight_gradient, self.chunk_RV.t(), self.chunk_Rd, is_first=is_first)
+            self.add_to_weight(self.weight_gradient, self.chunk_RV, self.chunk_Rd, is_first=is_first)
         if self.bias_gradient is not None:
             column_sums = self.chunk_RV.sum(0, dtype=self.bias_gradient.dtype)
             self.bias_gradient = column_sums if is_first else self.bias_gradient.add_(column_sums)
-
-    def class_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """The first class of each range and the logits of all tokens there, to be overwritten by their gradient."""
-        self._begin_gradients()
-        hidden_Rd = self.hidden_NKd.flatten(0, 1).to(self.weight_Vd.dtype)
-        by_hidden = torch.empty(hidden_Rd.shape, dtype=self.sum_dtype, device=hidden_Rd.device)
-        classes_in_slab = max(1, self.slab.numel() // hidden_Rd.shape[0])
-        # Rows of a range start at aligned addresses: products and kernels are far slower where they do not.
-        step = classes_in_slab // ALIGNMENT * ALIGNMENT or classes_in_slab
-        for first in range(0, self.num_classes, step):
-            last = min(first + step, self.num_classes)
-            logits_RV = self._product(hidden_Rd, first, last)
-            yield first, logits_RV
-            if self.needs_hidden:
-                add_product(by_hidden, logits_RV, self.weight_Vd[first:last], is_first=first == 0)
-            if self.weight_gradient is not None:
-                add_product(self.weight_gradient[first:last], logits_RV.t(), hidden_Rd, is_first=True)
-            if self.bias_gradient is not None:
-                self.bias_gradient[first:last] = logits_RV.sum(0, dtype=self.bias_gradient.dtype)
-        if self.hidden_gradient is not None:
-            self.hidden_gradient.view(-1, self.features).copy_(by_hidden)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:

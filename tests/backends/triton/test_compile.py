@@ -34,10 +34,10 @@ MOST_SPILLED = 64
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    from sigsoftmax.backends.triton import fast, general, mixtures, plain, priors, scaling
+    from sigsoftmax.backends.triton import fast, general, mixtures, plain, priors, ranges, scaling
 
     recorded: list[Launch] = []
-    for module in (fast, general, mixtures, plain, priors, scaling):
+    for module in (fast, general, mixtures, plain, priors, ranges, scaling):
         for name, value in vars(module).copy().items():
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Recorder(value, recorded))
@@ -230,6 +230,35 @@ def test_the_kernels_of_a_mixture(is_weighted: bool, launches: list[Launch], tmp
     assert [launch.kernel.__name__ for launch in launches] == [f"{name}_kernel" for name in names]
     for launch in launches:
         assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
+
+
+@pytest.mark.parametrize("function", ["sigsoftmax", "gss(k=0.2)", "relu"])
+def test_the_kernels_of_a_walk_over_classes(function: str, launches: list[Launch], tmp_path: Path) -> None:
+    from sigsoftmax.backends.class_walk import ClassWalk
+    from sigsoftmax.backends.sources import LinearLogits
+    from sigsoftmax.backends.triton.rows import TritonRows
+
+    member = OutputFunction.parse(function)
+    hidden = torch.empty(R, 1, 8, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(1000, 8, dtype=torch.bfloat16, device="meta")
+    source = LinearLogits(
+        hidden,
+        weight,
+        None,
+        torch.bfloat16,
+        R * 500 * 2,
+        needs_hidden=True,
+        needs_weight=True,
+        needs_bias=False,
+        weight_gradient="exact",
+    )
+    routines = TritonRows(member.form, member.arguments(), source.logits_like)
+    index = torch.empty(R, dtype=torch.int64, device="meta")
+    routines.measure_classes(ClassWalk(source), index, torch.empty(6, R, device="meta"))
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == ["rows_kernel", *["rows_kernel", "add_kernel"] * (len(names) // 2)]
+    assert "add_kernel" in names
+    assert spilled_bytes(compiled(launches[-1]), tmp_path) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction, validation
-from sigsoftmax.backends import reference
+from sigsoftmax.backends import reference, sources
 from sigsoftmax.backends.triton import priors, rows
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
@@ -80,6 +80,12 @@ def check(
 def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses without options have kernels of their own, unless bad targets are to be reported by a message."""
     monkeypatch.setattr(validation, "wants_messages", lambda device: not request.param)
+
+
+@pytest.fixture(params=[1, 4], ids=["", "aligned"])
+def _alignments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any length, as on a CPU, and rows with room to the next multiple, as on a GPU."""
+    monkeypatch.setattr(sources, "row_alignment", lambda device: request.param)
 
 
 def target_with_ignored(count: int = N) -> Tensor:
@@ -170,7 +176,7 @@ def three_chunks(dtype: torch.dtype, components: int = 1) -> int:
     return 3 * components * V * dtype.itemsize
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("_both_ways", "_alignments")
 @pytest.mark.parametrize("how", ["fast", "buffered", "exact"])
 @pytest.mark.parametrize("label", ["sigsoftmax", "gss(k=0.5, c per class)"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.02}], ids=["plain", "options"])
@@ -188,6 +194,28 @@ def test_linear_cross_entropy(dtype: torch.dtype, options: dict[str, Any]) -> No
     check(linear, linear_inputs(), dtype, target=target_with_ignored(), **options)
 
 
+@pytest.mark.parametrize("label", ["softmax(alpha=1.5)", "gss(k=2, c=1)", "sigmoid", "relu", "softcap(c=5)"])
+@pytest.mark.parametrize("tokens", [N, 3 * N])
+def test_exact_sums_of_other_members(label: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are measured in ranges of classes, of which all that fit into the gradient's memory are kept."""
+    monkeypatch.setattr(validation, "wants_messages", lambda device: False)
+    dtype = torch.float16
+    inputs = [2.0 * torch.randn(tokens, D), torch.randn(V, D), 3.0 * torch.randn(V)]
+    options = {"chunk_bytes": three_chunks(dtype), "weight_gradient": "exact", "z_loss": 0.01}
+    check(linear, inputs, dtype, label, target=target_with_ignored(tokens), **options)
+
+
+@pytest.mark.parametrize("height", [-6e4, 6e4])
+def test_ranges_of_classes_that_are_masked_or_far_apart(height: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "wants_messages", lambda device: False)
+    bias = torch.randn(V)
+    bias[:9] = LEAST
+    bias[30:] = height
+    target = torch.tensor([10, 31, -100, 36, 20, 12, 35])
+    options = {"chunk_bytes": three_chunks(torch.float16), "weight_gradient": "exact"}
+    check(linear, [torch.randn(N, D), torch.randn(V, D), bias], torch.float16, target=target, **options)
+
+
 # Mixtures
 
 
@@ -195,7 +223,7 @@ def mixture(hidden: Tensor, prior: Tensor, matrix: Tensor, bias: Tensor, **optio
     return sigsoftmax.mixture_cross_entropy(hidden, prior, matrix, linear_bias=bias, **options)
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("_both_ways", "_alignments")
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(
     "options",

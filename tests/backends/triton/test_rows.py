@@ -444,7 +444,7 @@ def test_gradients_a_range_of_classes_at_a_time(member: Member, options: Options
     pieces = []
     for first, last in ((0, 128), (128, 192), (192, 193), (193, 301)):
         piece = logits[:, first:last].clone()
-        routines.gradient_of_classes(piece, stats, coefficients, index, dense, first)
+        routines.gradient_of_classes(piece, stats, coefficients, index, dense, first, piece)
         pieces.append(piece)
     by_arguments = routines.argument_gradients() if problem.options.learns else []
     assert_right(problem, results(stats, torch.cat(pieces, -1), by_arguments))

@@ -108,6 +108,18 @@ def _denominators(u0, u1, u2, u3, b):
 
 
 @triton.jit
+def _sum_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
+    """g / e^offset of an easy row, four tiles added."""
+    if IS_SIG:
+        d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
+        n01 = u0 * u0 * d1 + u1 * u1 * d0
+        n23 = u2 * u2 * d3 + u3 * u3 * d2
+        return (n01 * d23 + n23 * d01) * forms.reciprocal(d01 * d23)
+    else:
+        return (u0 + u1) + (u2 + u3)
+
+
+@triton.jit
 def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EASY: tl.constexpr, LANES: tl.constexpr):
     """sum g / e^offset over the row."""
     total = tl.zeros([LANES], tl.float32)
@@ -121,13 +133,7 @@ def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EA
     else:
         for start in range(0, V, 4 * LANES):
             u0, u1, u2, u3 = _four_powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_last")
-            if IS_SIG:
-                d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
-                n01 = u0 * u0 * d1 + u1 * u1 * d0
-                n23 = u2 * u2 * d3 + u3 * u3 * d2
-                total += (n01 * d23 + n23 * d01) * forms.reciprocal(d01 * d23)
-            else:
-                total += (u0 + u1) + (u2 + u3)
+            total += _sum_of_four(u0, u1, u2, u3, b, IS_SIG)
     return tl.sum(total, 0)
 
 
@@ -136,6 +142,30 @@ def _store(pointer, start, gradient, V, LANES: tl.constexpr):
     position = start + tl.arange(0, LANES)
     # Written once and not read here again, so it need not stay in the cache.
     tl.store(pointer + position, gradient.to(pointer.dtype.element_ty), mask=position < V, cache_modifier=".cs")
+
+
+@triton.jit
+def _store_four(pointer, start, u0, u1, u2, u3, b, factor, root, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """The gradient of an easy row in four tiles; root^2 is the factor."""
+    if IS_SIG:
+        # sigma (2 - sigma) = 1 - y^2 for y = 1 - sigma = b / d.
+        d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
+        shared = (root * b) * forms.reciprocal(d01 * d23)
+        y01 = shared * d23
+        y23 = shared * d01
+        y0 = y01 * d1
+        y1 = y01 * d0
+        y2 = y23 * d3
+        y3 = y23 * d2
+        _store(pointer, start, u0 * (factor - y0 * y0), V, LANES)
+        _store(pointer, start + LANES, u1 * (factor - y1 * y1), V, LANES)
+        _store(pointer, start + 2 * LANES, u2 * (factor - y2 * y2), V, LANES)
+        _store(pointer, start + 3 * LANES, u3 * (factor - y3 * y3), V, LANES)
+    else:
+        _store(pointer, start, u0 * factor, V, LANES)
+        _store(pointer, start + LANES, u1 * factor, V, LANES)
+        _store(pointer, start + 2 * LANES, u2 * factor, V, LANES)
+        _store(pointer, start + 3 * LANES, u3 * factor, V, LANES)
 
 
 @triton.jit
@@ -171,29 +201,7 @@ def _gradient_row(
         root = tl.sqrt(tl.abs(factor))
         for start in range(0, V, 4 * LANES):
             u0, u1, u2, u3 = _four_powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_first")
-            if IS_SIG:
-                # sigma (2 - sigma) = 1 - y^2 for y = 1 - sigma = b / d; root^2 is the factor.
-                d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
-                shared = (root * b) * forms.reciprocal(d01 * d23)
-                y01 = shared * d23
-                y23 = shared * d01
-                y0 = y01 * d1
-                y1 = y01 * d0
-                y2 = y23 * d3
-                y3 = y23 * d2
-                g0 = u0 * (factor - y0 * y0)
-                g1 = u1 * (factor - y1 * y1)
-                g2 = u2 * (factor - y2 * y2)
-                g3 = u3 * (factor - y3 * y3)
-            else:
-                g0 = u0 * factor
-                g1 = u1 * factor
-                g2 = u2 * factor
-                g3 = u3 * factor
-            _store(out_pointer, start, g0, V, LANES)
-            _store(out_pointer, start + LANES, g1, V, LANES)
-            _store(out_pointer, start + 2 * LANES, g2, V, LANES)
-            _store(out_pointer, start + 3 * LANES, g3, V, LANES)
+            _store_four(out_pointer, start, u0, u1, u2, u3, b, factor, root, V, IS_SIG, LANES)
 
 
 @triton.jit

@@ -108,6 +108,18 @@ def offset(anchor, alpha, beta, c, centre, FORM: tl.constexpr):
 
 
 @triton.jit
+def offset_gap(anchor, other, alpha, beta, centre, FORM: tl.constexpr):
+    """The offset of a row less that of another, which rounded offsets do not give."""
+    if FORM == LOGISTIC:
+        # A line of slope alpha + beta left of c and of slope alpha right of it.
+        left = tl.minimum(anchor, centre) - tl.minimum(other, centre)
+        right = tl.maximum(anchor, centre) - tl.maximum(other, centre)
+        return (alpha + beta) * left + alpha * right
+    else:
+        return relative(anchor, other, alpha, beta, centre, centre, FORM)
+
+
+@triton.jit
 def slope(z, alpha, beta, c, FORM: tl.constexpr):
     if FORM == LOGISTIC:
         x = z - c

@@ -21,7 +21,7 @@ SMALLEST_SUM = tl.constexpr(1e-4)
 
 
 @triton.jit
-def _argument(pointer, value, IS_POINTER: tl.constexpr):
+def argument(pointer, value, IS_POINTER: tl.constexpr):
     if IS_POINTER:
         return tl.load(pointer).to(tl.float32)
     else:
@@ -73,13 +73,13 @@ def rows_kernel(
     ARGUMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    alpha = _argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
-    beta = _argument(beta_pointer, beta_value, BETA_IS_POINTER)
+    alpha = argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
+    beta = argument(beta_pointer, beta_value, BETA_IS_POINTER)
     if C_PER_CLASS:
         c = 0.0
         centre = tl.load(centre_pointer).to(tl.float32)
     else:
-        c = _argument(c_pointer, c_value, C_IS_POINTER)
+        c = argument(c_pointer, c_value, C_IS_POINTER)
         centre = c
     lanes = tl.arange(0, BLOCK)
     IS_ROUGH: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16 and not C_PER_CLASS
@@ -301,8 +301,8 @@ def per_class_kernel(
     """
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = position < V
-    alpha = _argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
-    beta = _argument(beta_pointer, beta_value, BETA_IS_POINTER)
+    alpha = argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
+    beta = argument(beta_pointer, beta_value, BETA_IS_POINTER)
     centre = tl.load(centre_pointer).to(tl.float32)
     c = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)

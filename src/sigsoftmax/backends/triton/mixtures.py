@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sigsoftmax.backends.chunks import LossOptions, TokenLosses
-from sigsoftmax.backends.interface import RowCoefficients, RowStats
-from sigsoftmax.backends.sources import LinearLogits, Source
+from sigsoftmax.backends.interface import RowCoefficients
+from sigsoftmax.backends.sources import Source
 from sigsoftmax.backends.triton import plain, priors
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import TritonRows
@@ -170,23 +170,26 @@ def mixture_loss(
             num_warps=4,
         )
 
-    walks_classes = wants_gradient and isinstance(source, LinearLogits) and source.walks_classes
-    for first, logits_RV in source.chunks():
-        last = first + logits_RV.shape[0] // components
-        span, row_span = slice(first, last), slice(first * components, last * components)
-        index_n = setup.index[span]
-        stats = routines.stats(logits_RV, index_n, None, argmax=False, entropy=False, vectors_6R=vectors[:, row_span])
-        mix(first, last)
-        if wants_gradient and not walks_classes:
-            coefficients = RowCoefficients(by_normalizer[row_span], by_target[row_span], None, None)
-            out_RV = source.gradient_rows(0, logits_RV)
-            routines.gradient(logits_RV, stats, coefficients, index_n, None, out_RV)
-            source.backpropagate()
-    if walks_classes and isinstance(source, LinearLogits):
-        stats = RowStats(vectors[0], vectors[1], vectors[2], vectors[3], None, None, None)
+    walk = plain.walk_of(source) if wants_gradient else None
+    if walk is not None and not routines.per_class:
+        routines.measure_classes(walk, setup.index, vectors)
+        mix(0, tokens)
+    else:
+        for first, logits_RV in source.chunks():
+            last = first + logits_RV.shape[0] // components
+            span, row_span = slice(first, last), slice(first * components, last * components)
+            rows_RV = logits_RV if routines.per_class else source.whole_rows(logits_RV)
+            index_n = setup.index[span]
+            stats = routines.stats(rows_RV, index_n, None, False, False, vectors_6R=vectors[:, row_span])
+            mix(first, last)
+            if walk is None and wants_gradient:
+                coefficients = RowCoefficients(by_normalizer[row_span], by_target[row_span], None, None)
+                out_RV = source.gradient_rows(0, rows_RV)
+                routines.gradient(rows_RV, stats, coefficients, index_n, None, out_RV)
+                source.backpropagate()
+    if walk is not None:
         coefficients = RowCoefficients(by_normalizer, by_target, None, None)
-        for first_class, logits_RV in source.class_blocks():
-            routines.gradient_of_classes(logits_RV, stats, coefficients, setup.index, None, first_class)
+        routines.write_classes(walk, vectors, coefficients, setup.index)
     total = setup.total(losses)
     none = setup.index.new_empty(0)
     result = TokenLosses(losses, log_normalizer_NK, none, losses.new_empty(0))

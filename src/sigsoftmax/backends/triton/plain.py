@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sigsoftmax.backends.chunks import LossOptions, TokenLosses
-from sigsoftmax.backends.interface import RowCoefficients, RowStats
+from sigsoftmax.backends.class_walk import ClassWalk
+from sigsoftmax.backends.interface import RowCoefficients
 from sigsoftmax.backends.sources import LinearLogits, Source
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import TritonRows
@@ -209,6 +210,11 @@ def is_plain(source: Source, target: Tensor, log_prior: Tensor | None, options: 
     return not is_rare and log_prior is None and 0 < source.num_tokens <= MOST_TOKENS
 
 
+def walk_of(source: Source) -> ClassWalk | None:
+    """Where the gradient is to be computed a range of classes at a time."""
+    return ClassWalk(source) if isinstance(source, LinearLogits) and source.walks_classes else None
+
+
 def plain_loss(
     source: Source,
     routines: TritonRows,
@@ -228,33 +234,34 @@ def plain_loss(
     stats_6N = torch.empty(6, tokens, dtype=torch.float32, device=device)
     # Outputs of an op must not share memory.
     losses, log_normalizer = torch.empty_like(setup.scale), torch.empty_like(setup.scale)
-    walks_classes = wants_gradient and isinstance(source, LinearLogits) and source.walks_classes
-    for first, logits_RV in source.chunks():
-        span = slice(first, first + logits_RV.shape[0])
-        if wants_gradient and not walks_classes:
-            coefficients = RowCoefficients(by_normalizer[span], by_target[span], None, None)
-            routines.stats_and_gradient(
-                logits_RV,
-                coefficients,
-                setup.z_slope[span] if options.z_loss else None,
-                index_N[span],
-                None,
-                source.gradient_rows(0, logits_RV),
-                argmax=False,
-                entropy=False,
-                vectors_6R=stats_6N[:, span],
-            )
-            source.backpropagate()
-        else:
-            routines.stats(logits_RV, index_N[span], None, argmax=False, entropy=False, vectors_6R=stats_6N[:, span])
-    anchor, offset, normalizer, at_target = stats_6N[:4]
-    if walks_classes and isinstance(source, LinearLogits):
+    walk = walk_of(source) if wants_gradient else None
+    if walk is not None and not routines.per_class:
+        routines.measure_classes(walk, index_N, stats_6N)
+    else:
+        for first, logits_RV in source.chunks():
+            span = slice(first, first + logits_RV.shape[0])
+            rows_RV = logits_RV if routines.per_class else source.whole_rows(logits_RV)
+            if walk is None and wants_gradient:
+                coefficients = RowCoefficients(by_normalizer[span], by_target[span], None, None)
+                routines.stats_and_gradient(
+                    rows_RV,
+                    coefficients,
+                    setup.z_slope[span] if options.z_loss else None,
+                    index_N[span],
+                    None,
+                    source.gradient_rows(0, rows_RV),
+                    argmax=False,
+                    entropy=False,
+                    vectors_6R=stats_6N[:, span],
+                )
+                source.backpropagate()
+            else:
+                routines.stats(rows_RV, index_N[span], None, argmax=False, entropy=False, vectors_6R=stats_6N[:, span])
+    _, offset, normalizer, at_target = stats_6N[:4]
+    if walk is not None:
         if options.z_loss:
             by_normalizer = by_normalizer + setup.z_slope * (offset + normalizer)
-        stats = RowStats(anchor, offset, normalizer, at_target, None, None, None)
-        coefficients = RowCoefficients(by_normalizer, by_target, None, None)
-        for first_class, logits_RV in source.class_blocks():
-            routines.gradient_of_classes(logits_RV, stats, coefficients, index_N, None, first_class)
+        routines.write_classes(walk, stats_6N, RowCoefficients(by_normalizer, by_target, None, None), index_N)
     total = torch.empty((), dtype=torch.float32, device=device)
     launch(
         after_kernel,

@@ -6,15 +6,16 @@ Shapes: R rows, V classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
-from sigsoftmax.backends.triton import fast, forms, general
+from sigsoftmax.backends.triton import fast, forms, general, ranges
 from sigsoftmax.backends.triton.launches import launch
+from sigsoftmax.backends.triton.shapes import fast_shape, general_shape, multiprocessors
 from sigsoftmax.forms import Form
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,12 +31,6 @@ def why_refused(form: Form, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"logits of {dtype} (the kernels take float32, bfloat16 and float16)"
     return None
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a few for the interpreter, so that programs have rows to loop over."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 class TritonRows:
@@ -78,8 +73,12 @@ class TritonRows:
         argmax: bool,
         entropy: bool,
         vectors_6R: Tensor | None = None,
+        first_class: int = 0,
     ) -> RowStats:
-        """``vectors_6R`` is memory for what is measured, in the order of ``RowStats``."""
+        """``vectors_6R`` is memory for what is measured, in the order of ``RowStats``.
+
+        The logits may be a range of all classes; where the target is elsewhere, what is said of it means nothing.
+        """
         return self._run(
             logits_RV,
             index_R,
@@ -89,6 +88,7 @@ class TritonRows:
             stats=None,
             coefficients=None,
             vectors_6R=vectors_6R,
+            first_class=first_class,
         )
 
     def gradient(
@@ -136,6 +136,7 @@ class TritonRows:
         index_R: Tensor | None,
         dense: Tensor | None,
         first_class: int,
+        out_RV: Tensor,
     ) -> None:
         last_class = first_class + logits_RV.shape[1]
         self._run(
@@ -144,9 +145,61 @@ class TritonRows:
             None if dense is None else dense[..., first_class:last_class],
             stats=stats,
             coefficients=coefficients,
-            out_RV=logits_RV,
+            out_RV=out_RV,
             first_class=first_class,
         )
+
+    def add_classes(self, whole: RowStats, part: RowStats, index_R: Tensor, first_class: int, classes: int) -> None:
+        """Add what was measured of a range of classes to what was measured of others; no shifts per class."""
+        assert whole.target is not None and part.target is not None and not self.per_class
+        rows, block = whole.anchor.shape[0], 256
+        launch(
+            ranges.add_kernel,
+            -(-rows // block),
+            (
+                index_R,
+                whole.anchor,
+                whole.offset,
+                whole.normalizer,
+                whole.target,
+                part.anchor,
+                part.offset,
+                part.normalizer,
+                part.target,
+                *self._argument_parameters(whole.anchor, 0),
+                rows,
+                self.rows_of_target,
+                first_class,
+                first_class + classes,
+            ),
+            {"FORM": forms.CODES[self.form.name], **self._argument_flags(), "BLOCK": block},
+            num_warps=4,
+        )
+
+    def measure_classes(self, walk: ClassWalk, index_R: Tensor, vectors_6R: Tensor) -> None:
+        """Measure all rows, a range of classes at a time."""
+        part_6R = torch.empty_like(vectors_6R)
+        whole: RowStats | None = None
+        for first, logits_RV in walk.measured():
+            memory_6R = vectors_6R if whole is None else part_6R
+            part = self.stats(walk.source.whole_rows(logits_RV), index_R, None, False, False, memory_6R, first)
+            if whole is None:
+                whole = part
+            else:
+                self.add_classes(whole, part, index_R, first, logits_RV.shape[1])
+
+    def write_classes(
+        self, walk: ClassWalk, vectors_6R: Tensor, coefficients: RowCoefficients, index_R: Tensor
+    ) -> None:
+        """The gradient of rows that were measured, a range of classes at a time."""
+        stats = RowStats(vectors_6R[0], vectors_6R[1], vectors_6R[2], vectors_6R[3], None, None, None)
+        for first, logits_RV, out_RV in walk.gradients():
+            is_in_place = out_RV is logits_RV
+            if not self.per_class:
+                logits_RV = walk.source.whole_rows(logits_RV)
+            self.gradient_of_classes(
+                logits_RV, stats, coefficients, index_R, None, first, logits_RV if is_in_place else out_RV
+            )
 
     def argument_gradients(self) -> list[Tensor]:
         return self._sums
@@ -214,7 +267,7 @@ class TritonRows:
     ) -> None:
         rows, classes = logits_RV.shape
         unused = stats.anchor
-        lanes, warps, per_processor = fast_shape(classes, self.is_sigsoftmax)
+        lanes, warps, per_processor = fast_shape(classes, logits_RV.element_size(), self.is_sigsoftmax)
         launch(
             fast.rows_kernel,
             min(rows, per_processor * multiprocessors(self.device)),
@@ -278,7 +331,7 @@ class TritonRows:
             self._launch_per_class(logits_RV, index_R, dense, stats, coefficients, first_class)
         by_arguments = torch.empty(rows if wants_arguments else 0, 3, dtype=torch.float32, device=self.device)
         is_lean = stats.entropy is None and not wants_arguments and not self.per_class
-        block, warps, per_processor = general_shape(classes, is_lean)
+        block, warps, per_processor = general_shape(classes, logits_RV.element_size(), is_lean)
         launch(
             general.rows_kernel,
             min(rows, per_processor * multiprocessors(self.device)),
@@ -399,29 +452,3 @@ def fixed_values(arguments: Sequence[Tensor]) -> tuple[float, ...] | None:
 def _value(argument: Tensor) -> float | None:
     """The value of a fixed scalar, which lives on the CPU; reading one from the device would wait for it."""
     return float(argument) if argument.ndim == 0 and argument.device.type == "cpu" else None
-
-
-def fast_shape(classes: int, is_sigsoftmax: bool) -> tuple[int, int, int]:
-    """Lanes of a tile, warps, and programs for each multiprocessor: the fastest of sweeps on an H200.
-
-    Long rows go one to a multiprocessor, so that all rows in flight fit its L2 cache.
-    """
-    if classes > 65_536:
-        return 8192, 32, 1
-    if classes > 16_384:
-        return 2048, 8, 4
-    most, warps, per_processor = (512, 2, 32) if is_sigsoftmax else (1024, 4, 16)
-    return min(most, max(128, _power_of_2(-(-classes // 4)))), warps, per_processor
-
-
-def general_shape(classes: int, is_lean: bool) -> tuple[int, int, int]:
-    """As :func:`fast_shape`; what sums more than a normaliser has no registers for as many warps."""
-    if classes > 65_536:
-        return (8192, 32, 1) if is_lean else (4096, 16, 1)
-    if classes > 16_384:
-        return 2048, 8, 8
-    return min(1024, max(128, _power_of_2(classes))), 4, 16
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << max(0, least - 1).bit_length()

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sigsoftmax.backends.triton.launches import launch
-from sigsoftmax.backends.triton.rows import multiprocessors
+from sigsoftmax.backends.triton.shapes import multiprocessors
 
 MOST = 5
 """tensors that one launch scales"""

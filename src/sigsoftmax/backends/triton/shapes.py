@@ -1,0 +1,46 @@
+"""How row kernels are launched: the fastest of sweeps on an H200.
+
+Rows in flight are to fit the L2 cache, so that the second pass over a row reads it from there: one long row for each
+multiprocessor, several shorter ones.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+Shape = tuple[int, int, int]
+"""lanes of a tile, warps, and programs for each multiprocessor"""
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a few for the interpreter, so that programs have rows to loop over."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def fast_shape(classes: int, element_bytes: int, is_sigsoftmax: bool) -> Shape:
+    row_bytes = classes * element_bytes
+    if row_bytes > 2**17:
+        return 8192, 32, 1
+    if row_bytes > 2**16:
+        return (2048, 8, 2) if is_sigsoftmax else (4096, 16, 2)
+    if row_bytes > 2**15:
+        return 2048, 8, 4
+    most, warps, per_processor = (512, 2, 32) if is_sigsoftmax else (1024, 4, 16)
+    return min(most, max(128, _power_of_2(-(-classes // 4)))), warps, per_processor
+
+
+def general_shape(classes: int, element_bytes: int, is_lean: bool) -> Shape:
+    """What sums more than a normaliser has no registers for as many warps."""
+    row_bytes = classes * element_bytes
+    if row_bytes > 2**17:
+        return (8192, 32, 1) if is_lean else (4096, 16, 1)
+    if row_bytes > 2**15:
+        return 2048, 8, 8
+    return min(1024, max(128, _power_of_2(classes))), 4, 16
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
