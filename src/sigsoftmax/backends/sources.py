@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sigsoftmax.backends import reference
 
@@ -131,6 +132,8 @@ class LinearLogits(Source):
         self.sums_in_place = not is_low or weight_gradient == "fast" or num_chunks == 1
         self.parameters = (weight_Vd, bias_V)
         self.needs_hidden, self.needs_weight, self.needs_bias = needs_hidden, needs_weight, needs_bias
+        self.padded_part = (0, 0)
+        self.padded_parameters = (self.weight_Vd, self.weight_Vd)
         self.hidden_gradient: Tensor | None = None
         self.weight_gradient: Tensor | None = None
         self.bias_gradient: Tensor | None = None
@@ -155,11 +158,10 @@ class LinearLogits(Source):
         return memory[: rows * stride].view(rows, stride)[:, :classes]
 
     def whole_rows(self, logits_RV: Tensor) -> Tensor:
-        rows, classes, stride = *logits_RV.shape, logits_RV.stride(0)
-        if stride == classes or rows == 0:
+        if logits_RV.is_contiguous():
             return logits_RV
-        wide_RV = logits_RV.as_strided((rows, stride), (stride, 1))
-        wide_RV[:, classes:] = reference.MASK
+        wide_RV = self._with_room(logits_RV)
+        wide_RV[:, logits_RV.shape[1] :] = reference.MASK
         return wide_RV
 
     def pieces(self, classes: int) -> list[slice]:
@@ -169,14 +171,35 @@ class LinearLogits(Source):
 
     def logits_of(self, rows_Rd: Tensor, first: int, last: int, out_RV: Tensor) -> Tensor:
         """Logits of a range of classes."""
-        for piece in self.pieces(last - first):
-            classes = slice(first + piece.start, first + piece.stop)
-            weight_dV = self.weight_Vd[classes].t()
-            if self.bias_V is None:
-                torch.mm(rows_Rd, weight_dV, out=out_RV[:, piece])
-            else:
-                torch.addmm(self.bias_V[classes], rows_Rd, weight_dV, out=out_RV[:, piece])
+        if self.bias_V is None:
+            for piece in self.pieces(last - first):
+                weight_Vd = self.weight_Vd[first + piece.start : first + piece.stop]
+                torch.mm(rows_Rd, weight_Vd.t(), out=out_RV[:, piece])
+        elif out_RV.is_contiguous():
+            torch.addmm(self.bias_V[first:last], rows_Rd, self.weight_Vd[first:last].t(), out=out_RV)
+        else:
+            # Sums of a product and a bias are rounded once where rows follow each other, and else twice.
+            weight_Vd, bias_V = self._padded(first, last)
+            torch.addmm(bias_V, rows_Rd, weight_Vd.t(), out=self._with_room(out_RV))
         return out_RV
+
+    def _padded(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Weight and bias of a range of classes and of masked ones up to the alignment."""
+        if self.padded_part != (first, last):
+            assert self.bias_V is not None
+            missing = -(last - first) % self.alignment
+            self.padded_part = (first, last)
+            self.padded_parameters = (
+                F.pad(self.weight_Vd[first:last], (0, 0, 0, missing)),
+                F.pad(self.bias_V[first:last], (0, missing), value=reference.MASK),
+            )
+        return self.padded_parameters
+
+    @staticmethod
+    def _with_room(logits_RV: Tensor) -> Tensor:
+        """Rows of :meth:`matrix` with what lies between them."""
+        stride = logits_RV.stride(0)
+        return logits_RV.as_strided((logits_RV.shape[0], stride), (stride, 1))
 
     def add_to_hidden(self, by_rows_Rd: Tensor, by_logits_RV: Tensor, first: int, *, is_first: bool) -> None:
         """Gradients of logits from a first class on, times their part of the weight."""
