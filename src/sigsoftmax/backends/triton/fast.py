@@ -230,9 +230,7 @@ def _measured_row(pointer, anchor, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.
 @triton.jit
 def rows_kernel(
     logits,
-    logits_stride,
     out,
-    out_stride,
     index,
     by_normalizer,
     by_target,
@@ -241,6 +239,8 @@ def rows_kernel(
     offset_R,
     normalizer_R,
     target_R,
+    logits_stride,
+    out_stride,
     R,
     V,
     rows_of_target,

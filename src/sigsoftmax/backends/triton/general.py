@@ -31,12 +31,9 @@ def argument(pointer, value, IS_POINTER: tl.constexpr):
 @triton.jit
 def rows_kernel(
     logits,
-    logits_stride,
     out,
-    out_stride,
     index,
     dense,
-    dense_stride,
     by_normalizer,
     by_target,
     by_dense,
@@ -52,6 +49,9 @@ def rows_kernel(
     beta_pointer,
     c_pointer,
     centre_pointer,
+    logits_stride,
+    out_stride,
+    dense_stride,
     alpha_value,
     beta_value,
     c_value,
@@ -267,10 +267,8 @@ def rows_kernel(
 @triton.jit
 def per_class_kernel(
     logits,
-    logits_stride,
     index,
     dense,
-    dense_stride,
     by_normalizer,
     by_target,
     by_dense,
@@ -281,6 +279,8 @@ def per_class_kernel(
     beta_pointer,
     c_pointer,
     centre_pointer,
+    logits_stride,
+    dense_stride,
     alpha_value,
     beta_value,
     R,

@@ -1,57 +1,79 @@
 """Launches with less work on the host: for a small loss, preparing the launch of a kernel takes longer than the kernel.
 
-Triton binds and specialises all arguments in every launch and compares every global constant of the kernel with what
-it was. Here a compiled kernel is found by what its code depends on, the rest being left to Triton's own launcher.
+Triton binds and specialises all arguments in every launch, compares every global constant of the kernel with what it
+was, and asks the driver what each pointer points to. Here a compiled kernel is found by what its code depends on, and
+gets addresses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
-_HERE = nullcontext()
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(
-    kernel: Any, programs: int, arguments: Sequence[Tensor | float], constants: dict[str, Any], **options: Any
+    kernel: Any,
+    programs: int,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float],
+    constants: dict[str, Any],
+    **options: Any,
 ) -> None:
-    """``kernel[(programs,)](*arguments, **constants, **options)``; constants come last in the signature."""
-    first = arguments[0]
-    assert isinstance(first, Tensor)
+    """``kernel[(programs,)](*tensors, *numbers, **constants, **options)``, in the order of the signature."""
+    device = tensors[0].get_device()
+    pointers = [tensor.data_ptr() for tensor in tensors]
     key = (
         id(kernel),
-        first.device,
-        *map(_specialized, arguments),
+        device,
+        *[tensor.dtype for tensor in tensors],
+        *[pointer % 16 == 0 for pointer in pointers],
+        *[_specialized(number) for number in numbers],
         *constants.values(),
         *options.values(),
     )
     compiled = _compiled.get(key)
-    with _on(first.device):
-        if compiled is not None:
-            compiled[programs, 1, 1](*arguments, *constants.values())
-            return
-        assert tuple(constants) == tuple(kernel.arg_names[len(arguments) :]), "constants are not in the kernel's order"
-        compiled = kernel[(programs,)](*arguments, **constants, **options)
+    if compiled is not None and device == torch.cuda.current_device() and not _has_hooks():
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled.run(
+            programs,
+            1,
+            1,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *pointers,
+            *numbers,
+            *constants.values(),
+        )
+        return
+    names = tuple(kernel.arg_names[len(tensors) + len(numbers) :])
+    assert tuple(constants) == names, f"constants are {tuple(constants)}, those of the kernel are {names}"
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device(device):
+        compiled = kernel[(programs,)](*tensors, *numbers, **constants, **options)
     # The interpreter compiles nothing.
     if compiled is not None:
         _compiled[key] = compiled
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be that of the tensors."""
-    is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if is_elsewhere else _HERE
+def _has_hooks() -> bool:
+    """Whether a profiler wants to know of launches; Triton tells it."""
+    runtime = triton.knobs.runtime
+    return runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None
 
 
-def _specialized(argument: Tensor | float) -> Any:
-    """What Triton compiles a kernel anew for: type, alignment, and the number 1."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, float):
-        return float
-    return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31, argument < 2**63
+def _specialized(number: float) -> int:
+    """What Triton compiles a kernel anew for: the number 1, multiples of 16, and how wide an integer is."""
+    if isinstance(number, float):
+        return -1
+    is_wide = not -(2**31) <= number < 2**31
+    return (number == 1) + 2 * (number % 16 == 0) + 4 * is_wide + 8 * (number >= 2**63)

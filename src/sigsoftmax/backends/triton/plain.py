@@ -177,11 +177,8 @@ class Setup:
                 self.by_target,
                 self.z_slope,
                 self.empty,
-                tokens,
-                source.num_classes,
-                options.ignore_index,
-                options.z_loss,
             ),
+            (tokens, source.num_classes, options.ignore_index, options.z_loss),
             {
                 "HAS_WEIGHT": self.class_weight is not None,
                 "HAS_SCALE": scale_N is not None,
@@ -197,7 +194,8 @@ class Setup:
         launch(
             total_kernel,
             1,
-            (self.scale, losses, self.empty, total, losses.numel()),
+            (self.scale, losses, self.empty, total),
+            (losses.numel(),),
             {"BLOCK": self.block},
             num_warps=WARPS,
         )
@@ -277,10 +275,8 @@ def plain_loss(
             losses,
             log_normalizer,
             total,
-            tokens,
-            options.ignore_index,
-            options.z_loss,
         ),
+        (tokens, options.ignore_index, options.z_loss),
         {"HAS_WEIGHT": setup.class_weight is not None, "HAS_Z_LOSS": options.z_loss != 0, "BLOCK": setup.block},
         num_warps=WARPS,
     )

@@ -82,7 +82,8 @@ def _launch(
     launch(
         log_prior_kernel,
         -(-tokens // tokens_of_program),
-        (logits_NK, log_prior_NK, by_log_prior_NK, out_NK, tokens, components, alpha, beta, c),
+        (logits_NK, log_prior_NK, by_log_prior_NK, out_NK),
+        (tokens, components, alpha, beta, c),
         {"FORM": forms.CODES[form], "BACKWARD": is_backward, "TOKENS": tokens_of_program, "LANES": lanes},
         num_warps=4,
     )

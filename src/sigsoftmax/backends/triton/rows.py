@@ -6,7 +6,7 @@ Shapes: R rows, V classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -166,7 +166,10 @@ class TritonRows:
                 part.offset,
                 part.normalizer,
                 part.target,
-                *self._argument_parameters(whole.anchor, 0),
+                *self._argument_pointers(whole.anchor, 0),
+            ),
+            (
+                *self._argument_values(),
                 rows,
                 self.rows_of_target,
                 first_class,
@@ -273,9 +276,7 @@ class TritonRows:
             min(rows, per_processor * multiprocessors(self.device)),
             (
                 logits_RV,
-                logits_RV.stride(0),
                 logits_RV if out_RV is None else out_RV,
-                logits_RV.stride(0) if out_RV is None else out_RV.stride(0),
                 unused if index_R is None else index_R,
                 unused if coefficients is None else coefficients.normalizer,
                 unused if coefficients is None or coefficients.target is None else coefficients.target,
@@ -284,6 +285,10 @@ class TritonRows:
                 stats.offset,
                 stats.normalizer,
                 unused if stats.target is None else stats.target,
+            ),
+            (
+                logits_RV.stride(0),
+                logits_RV.stride(0) if out_RV is None else out_RV.stride(0),
                 rows,
                 classes,
                 self.rows_of_target,
@@ -337,12 +342,9 @@ class TritonRows:
             min(rows, per_processor * multiprocessors(self.device)),
             (
                 logits_RV,
-                logits_RV.stride(0),
                 logits_RV if out_RV is None else out_RV,
-                logits_RV.stride(0) if out_RV is None else out_RV.stride(0),
                 unused if index_R is None else index_R,
                 unused if dense is None else dense,
-                dense.stride(0) if dense is not None and dense.ndim == 2 else 0,
                 unused if coefficients is None else coefficients.normalizer,
                 unused if coefficients is None or coefficients.target is None else coefficients.target,
                 unused if coefficients is None or coefficients.dense is None else coefficients.dense,
@@ -354,7 +356,13 @@ class TritonRows:
                 unused if stats.dense is None else stats.dense,
                 unused if stats.entropy is None else stats.entropy,
                 by_arguments,
-                *self._argument_parameters(unused, first_class),
+                *self._argument_pointers(unused, first_class),
+            ),
+            (
+                logits_RV.stride(0),
+                logits_RV.stride(0) if out_RV is None else out_RV.stride(0),
+                dense.stride(0) if dense is not None and dense.ndim == 2 else 0,
+                *self._argument_values(),
                 rows,
                 classes,
                 self.rows_of_target,
@@ -391,24 +399,26 @@ class TritonRows:
     ) -> None:
         rows, classes = logits_RV.shape
         unused = stats.anchor
-        pointers = self._argument_parameters(unused, first_class)
         block = 64
         launch(
             general.per_class_kernel,
             -(-classes // block),
             (
                 logits_RV,
-                logits_RV.stride(0),
                 unused if index_R is None else index_R,
                 unused if dense is None else dense,
-                dense.stride(0) if dense is not None and dense.ndim == 2 else 0,
                 coefficients.normalizer,
                 unused if coefficients.target is None else coefficients.target,
                 unused if coefficients.dense is None else coefficients.dense,
                 stats.anchor,
                 stats.normalizer,
                 self._sums[2][first_class:],
-                *pointers[:6],
+                *self._argument_pointers(unused, first_class),
+            ),
+            (
+                logits_RV.stride(0),
+                dense.stride(0) if dense is not None and dense.ndim == 2 else 0,
+                *self._argument_values()[:2],
                 rows,
                 classes,
                 self.rows_of_target,
@@ -425,17 +435,15 @@ class TritonRows:
             },
         )
 
-    def _argument_parameters(self, unused: Tensor, first_class: int) -> list[Any]:
-        """Pointers and values of alpha, beta and c; a form with one argument has it in alpha's place."""
+    def _argument_pointers(self, unused: Tensor, first_class: int) -> list[Tensor]:
+        """Of alpha, beta, c and its mean; a form with one argument has it in alpha's place."""
         pointers = [*self.pointers, None, None][:3]
         if self.per_class and pointers[2] is not None:
             pointers[2] = pointers[2][first_class:]
-        values = [*self.values, None, None][:3]
-        return [
-            *(unused if p is None else p for p in pointers),
-            unused if self.centre is None else self.centre,
-            *(0.0 if v is None else v for v in values),
-        ]
+        return [unused if p is None else p for p in (*pointers, self.centre)]
+
+    def _argument_values(self) -> list[float]:
+        return [0.0 if v is None else v for v in [*self.values, None, None][:3]]
 
     def _argument_flags(self) -> dict[str, bool]:
         pointers = [*self.pointers, None, None][:3]

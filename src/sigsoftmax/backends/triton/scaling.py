@@ -49,10 +49,4 @@ def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
         pointers = [*tensors, *[factor] * absent]
         sizes = [*(tensor.numel() for tensor in tensors), *[0] * absent]
         programs = min(-(-largest // BLOCK), 8 * multiprocessors(factor.device))
-        launch(
-            scale_kernel,
-            programs,
-            (factor, *pointers, *sizes),
-            {"BLOCK": BLOCK},
-            num_warps=8,
-        )
+        launch(scale_kernel, programs, (factor, *pointers), sizes, {"BLOCK": BLOCK}, num_warps=8)
