@@ -277,6 +277,10 @@ def test_errors_of_linear_losses_are_no_larger_than_plain_torchs(label: str, dty
         ]
         exact = [t.detach().double().requires_grad_() for t in inputs]
         target = torch.randint(classes, (tokens,))
+        # At its kink the slope of relu magnifies the rounding of a product beyond all bounds.
+        logits = F.linear(*exact).detach()
+        is_near_0 = logits.gather(1, target.unsqueeze(1)).squeeze(1).abs() < 0.1
+        target = torch.where(is_near_0, logits.argmax(-1), target)
         hidden, weight, bias = inputs
         actual = sigsoftmax.linear_cross_entropy(
             hidden,

@@ -67,12 +67,12 @@ class LossOptions:
 
 
 class TokenLosses(NamedTuple):
-    """Per token: its loss before token weights, and the extras (empty where not asked for)."""
+    """Per token: its loss before token weights, and the extras (None where not asked for)."""
 
     losses_N: Tensor
     log_normalizer_NK: Tensor
-    argmax_N: Tensor
-    entropy_N: Tensor
+    argmax_N: Tensor | None
+    entropy_N: Tensor | None
 
 
 def concatenate(kind: type[Vectors], pieces: Sequence[Vectors]) -> Vectors:
@@ -195,7 +195,8 @@ class LossLoop:
             prior_NK = torch.ones_like(normalizer_NK) if self.log_prior_NK is None else self.log_prior_NK.exp()
             losses_N = losses_N + self.options.z_loss * (prior_NK * normalizer_NK.square()).sum(-1)
         losses_N = torch.where(self.kept_N, losses_N, torch.zeros_like(losses_N))
-        return TokenLosses(losses_N, normalizer_NK, self._all("argmax", torch.int64), self._all("entropy"))
+        argmax_N = self._all("argmax", torch.int64) if self.options.argmax else None
+        return TokenLosses(losses_N, normalizer_NK, argmax_N, self._all("entropy") if self.options.entropy else None)
 
     def argument_gradients(self) -> list[Tensor]:
         return self.routines.argument_gradients()

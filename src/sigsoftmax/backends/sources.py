@@ -155,7 +155,7 @@ class LinearLogits(Source):
     def matrix(self, memory: Tensor, rows: int, classes: int) -> Tensor:
         """The beginning of some memory as aligned rows."""
         stride = rounded_up(classes, self.alignment)
-        return memory[: rows * stride].view(rows, stride)[:, :classes]
+        return memory.as_strided((rows, classes), (stride, 1))
 
     def whole_rows(self, logits_RV: Tensor) -> Tensor:
         if logits_RV.is_contiguous():

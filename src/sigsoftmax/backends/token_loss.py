@@ -29,7 +29,7 @@ from sigsoftmax.backends.sources import GivenLogits, LinearLogits, Source
 from sigsoftmax.family import form_by_name
 
 
-def _compute_token_loss(
+def _compute(
     hidden: Tensor,
     weight: Optional[Tensor],
     bias: Optional[Tensor],
@@ -53,7 +53,7 @@ def _compute_token_loss(
     has_gradients: bool,
     needs: Sequence[bool],
     shard: Optional[Shard] = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Optional[Tensor], ...]:
     """Total and losses; log normaliser, argmax, entropy; gradients of hidden, weight, bias, prior, arguments.
 
     ``scale`` is what each token counts in the total; without it kept tokens count alike, ``is_mean`` making it a mean.
@@ -62,12 +62,12 @@ def _compute_token_loss(
     """
     needs_hidden, needs_weight, needs_bias, needs_prior, needs_arguments = (has_gradients and need for need in needs)
     source: Source
-    hidden_gradient = empty_like_dtype(hidden)
+    hidden_gradient = None
     if weight is None:
         logits_NV = hidden.squeeze(1)
         if has_gradients:
             hidden_gradient = hugepages.advise(torch.empty_like(hidden, memory_format=torch.contiguous_format))
-        source = GivenLogits(logits_NV, hidden_gradient.squeeze(1) if has_gradients else None)
+        source = GivenLogits(logits_NV, None if hidden_gradient is None else hidden_gradient.squeeze(1))
     else:
         source = LinearLogits(
             hidden,
@@ -104,11 +104,9 @@ def _compute_token_loss(
         needs_arguments=needs_arguments,
         shard=shard,
     )
-    # Outputs of an op must not share memory, be they empty.
-    by_weight, by_bias, by_prior, by_argument = (empty_like_dtype(result.losses_N) for _ in range(4))
+    by_weight = by_bias = by_prior = by_argument = None
     if isinstance(source, LinearLogits):
-        if source.hidden_gradient is not None:
-            hidden_gradient = source.hidden_gradient
+        hidden_gradient = source.hidden_gradient
         if source.weight_gradient is not None and weight is not None:
             by_weight = source.weight_gradient.to(weight.dtype)
         if source.bias_gradient is not None and bias is not None:
@@ -118,6 +116,26 @@ def _compute_token_loss(
     if needs_arguments:
         by_argument = torch.cat([gradient.flatten() for gradient in argument_gradients])
     return (total, *result, hidden_gradient, by_weight, by_bias, by_prior, by_argument)
+
+
+def _compute_token_loss(hidden: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """As an op, whose results are tensors: what is absent has no elements."""
+    total, losses, log_normalizer, argmax, entropy, by_hidden, *gradients = _compute(hidden, *inputs)
+    assert total is not None and losses is not None and log_normalizer is not None
+
+    def present(result: Optional[Tensor], dtype: torch.dtype = losses.dtype) -> Tensor:
+        # Outputs of an op must not share memory, be they empty.
+        return losses.new_empty(0, dtype=dtype) if result is None else result
+
+    return (
+        total,
+        losses,
+        log_normalizer,
+        present(argmax, torch.int64),
+        present(entropy),
+        present(by_hidden, hidden.dtype),
+        *map(present, gradients),
+    )
 
 
 def _fake_token_loss(
@@ -192,8 +210,8 @@ def _save_for_backward(
     scale: Optional[Tensor],
     arguments: Sequence[Tensor],
     options: Sequence[Any],
-    losses: Tensor,
-    gradients: Sequence[Tensor],
+    losses: Optional[Tensor],
+    gradients: Sequence[Optional[Tensor]],
 ) -> None:
     """The gradients if they were computed with the loss, else what they can be computed from."""
     ctx.set_materialize_grads(False)
@@ -223,17 +241,18 @@ def _token_loss_gradients(
     arguments = list(saved[6:])
     if ctx.has_gradients:
         assert by_total is not None
-        # Saved outputs come back as results of the op; a gradient that wants a gradient is for create_graph alone.
-        losses, *gradients = (tensor.detach() for tensor in saved[:6])
         if ctx.needs_scale:
-            by_scale = losses * by_total
-        gradients = times(gradients, by_total)
+            by_scale = saved[0].detach() * by_total
+        # Saved outputs come back as results of the op; a gradient that wants a gradient is for create_graph alone.
+        stored = [None if t is None else t.detach() if t.requires_grad else t for t in saved[1:6]]
+        scaled = iter(times([t for t in stored if t is not None], by_total))
+        gradients = [None if t is None else next(scaled) for t in stored]
     else:
         hidden, weight, bias, log_prior, target, class_weight = saved[:6]
         is_mean, *options, _, needs = ctx.options
         assert by_losses is not None
         shard = () if ctx.shard is None else (ctx.shard,)
-        compute: Any = _token_loss_op if is_traced(by_losses) and not shard else _compute_token_loss
+        compute: Any = _token_loss_op if is_traced(by_losses) and not shard else _compute
         with torch.no_grad():
             results = compute(
                 hidden,
@@ -275,14 +294,14 @@ class _EagerTokenLoss(torch.autograd.Function):
         class_weight: Optional[Tensor],
         scale: Optional[Tensor],
         *arguments: Tensor,
-    ) -> tuple[Tensor, ...]:
-        total, losses, log_normalizer, argmax, entropy, *gradients = _compute_token_loss(
+    ) -> tuple[Optional[Tensor], ...]:
+        total, losses, log_normalizer, argmax, entropy, *gradients = _compute(
             hidden, weight, bias, log_prior, arguments, target, class_weight, scale, *(*options, shard)
         )
         ctx.shard = shard
         inputs = (hidden, weight, bias, log_prior, target, class_weight)
         _save_for_backward(ctx, inputs, scale, arguments, options, losses, gradients)
-        ctx.mark_non_differentiable(log_normalizer, argmax, entropy)
+        ctx.mark_non_differentiable(*(extra for extra in (log_normalizer, argmax, entropy) if extra is not None))
         return total, losses, log_normalizer, argmax, entropy
 
     @staticmethod
@@ -304,8 +323,11 @@ def token_loss(
     scale: Optional[Tensor],
     *options: Any,
     shard: Optional[Shard] = None,
-) -> Sequence[Tensor]:
-    """Total, losses, log normaliser, argmax and entropy, differentiable; the options are those of the op."""
+) -> Sequence[Any]:
+    """Total, losses, log normaliser, argmax and entropy, differentiable; the options are those of the op.
+
+    Extras that were not asked for are None, or without elements.
+    """
     if torch.compiler.is_compiling():
         assert shard is None, "exchanges between processes are not compiled"
         inputs = (hidden, weight, bias, log_prior, arguments, target, class_weight, scale)

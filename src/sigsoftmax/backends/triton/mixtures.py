@@ -135,6 +135,8 @@ def mixture_loss(
     lanes = triton.next_power_of_2(components)
     tokens_of_program = max(1, priors.TILE // lanes)
 
+    measured = vectors[1], vectors[2], vectors[3]
+
     def mix(first: int, last: int) -> None:
         launch(
             mixture_kernel,
@@ -144,9 +146,7 @@ def mixture_loss(
                 losses if setup.class_weight is None else setup.class_weight,
                 setup.scale,
                 log_prior_NK,
-                vectors[1],
-                vectors[2],
-                vectors[3],
+                *measured,
                 losses,
                 log_normalizer_NK,
                 by_normalizer,
@@ -172,13 +172,14 @@ def mixture_loss(
     else:
         for first, logits_RV in source.chunks():
             last = first + logits_RV.shape[0] // components
-            span, row_span = slice(first, last), slice(first * components, last * components)
+            of_tokens = plain.cut_to(first, last - first, tokens)
+            of_rows = plain.cut_to(first * components, logits_RV.shape[0], rows)
             rows_RV = logits_RV if routines.per_class else source.whole_rows(logits_RV)
-            index_n = setup.index[span]
-            stats = routines.stats(rows_RV, index_n, None, False, False, vectors_6R=vectors[:, row_span])
+            index_n = of_tokens(setup.index)
+            stats = routines.stats(rows_RV, index_n, None, False, False, of_rows(vectors))
             mix(first, last)
             if walk is None and wants_gradient:
-                coefficients = RowCoefficients(by_normalizer[row_span], by_target[row_span], None, None)
+                coefficients = RowCoefficients(of_rows(by_normalizer), of_rows(by_target), None, None)
                 out_RV = source.gradient_rows(0, rows_RV)
                 routines.gradient(rows_RV, stats, coefficients, index_n, None, out_RV)
                 source.backpropagate()
@@ -186,6 +187,5 @@ def mixture_loss(
         coefficients = RowCoefficients(by_normalizer, by_target, None, None)
         routines.write_classes(walk, vectors, coefficients, setup.index)
     total = setup.total(losses)
-    none = setup.index.new_empty(0)
-    result = TokenLosses(losses, log_normalizer_NK, none, losses.new_empty(0))
+    result = TokenLosses(losses, log_normalizer_NK, None, None)
     return total, result, by_prior_NK, routines.argument_gradients()

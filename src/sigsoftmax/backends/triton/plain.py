@@ -9,6 +9,8 @@ Shapes: N tokens, V classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -156,8 +158,8 @@ class Setup:
     ) -> None:
         tokens = source.num_tokens
         self.index = torch.empty_like(target_N)
-        self.vectors = torch.empty(5, tokens, dtype=torch.float32, device=target_N.device)
-        self.scale, self.by_normalizer, self.by_target, self.z_slope, empty = self.vectors.unbind()
+        vectors = torch.empty(5, tokens, dtype=torch.float32, device=target_N.device)
+        self.scale, self.by_normalizer, self.by_target, self.z_slope, empty = vectors.unbind()
         self.empty = empty[:1]
         """0, or NaN for the mean of no tokens"""
         self.class_weight = None if class_weight_V is None else class_weight_V.float().contiguous()
@@ -208,6 +210,11 @@ def is_plain(source: Source, target: Tensor, log_prior: Tensor | None, options: 
     return not is_rare and log_prior is None and 0 < source.num_tokens <= MOST_TOKENS
 
 
+def cut_to(first: int, count: int, whole: int) -> Callable[[Tensor], Tensor]:
+    """Takes the part of a vector, or of each of several, that belongs to a chunk; all of it if there is but one."""
+    return (lambda vectors: vectors) if count == whole else (lambda vectors: vectors[..., first : first + count])
+
+
 def walk_of(source: Source) -> ClassWalk | None:
     """Where the gradient is to be computed a range of classes at a time."""
     return ClassWalk(source) if isinstance(source, LinearLogits) and source.walks_classes else None
@@ -237,24 +244,18 @@ def plain_loss(
         routines.measure_classes(walk, index_N, stats_6N)
     else:
         for first, logits_RV in source.chunks():
-            span = slice(first, first + logits_RV.shape[0])
+            of = cut_to(first, logits_RV.shape[0], tokens)
             rows_RV = logits_RV if routines.per_class else source.whole_rows(logits_RV)
             if walk is None and wants_gradient:
-                coefficients = RowCoefficients(by_normalizer[span], by_target[span], None, None)
+                coefficients = RowCoefficients(of(by_normalizer), of(by_target), None, None)
+                z_slope = of(setup.z_slope) if options.z_loss else None
+                out_RV = source.gradient_rows(0, rows_RV)
                 routines.stats_and_gradient(
-                    rows_RV,
-                    coefficients,
-                    setup.z_slope[span] if options.z_loss else None,
-                    index_N[span],
-                    None,
-                    source.gradient_rows(0, rows_RV),
-                    argmax=False,
-                    entropy=False,
-                    vectors_6R=stats_6N[:, span],
+                    rows_RV, coefficients, z_slope, of(index_N), None, out_RV, False, False, of(stats_6N)
                 )
                 source.backpropagate()
             else:
-                routines.stats(rows_RV, index_N[span], None, argmax=False, entropy=False, vectors_6R=stats_6N[:, span])
+                routines.stats(rows_RV, of(index_N), None, False, False, of(stats_6N))
     _, offset, normalizer, at_target = stats_6N[:4]
     if walk is not None:
         if options.z_loss:
@@ -280,5 +281,4 @@ def plain_loss(
         {"HAS_WEIGHT": setup.class_weight is not None, "HAS_Z_LOSS": options.z_loss != 0, "BLOCK": setup.block},
         num_warps=WARPS,
     )
-    none = index_N.new_empty(0)
-    return total, TokenLosses(losses, log_normalizer.unsqueeze(-1), none, losses.new_empty(0))
+    return total, TokenLosses(losses, log_normalizer.unsqueeze(-1), None, None)

@@ -50,7 +50,7 @@ class TritonRows:
         self.rows_of_target = rows_of_target
         self.device = logits_like.device
         self.needs_arguments = needs_arguments
-        self.arguments = [a.detach() for a in arguments]
+        self.arguments = [a.detach() if a.requires_grad else a for a in arguments]
         self.values = [_value(a) for a in self.arguments]
         self.pointers = [
             None if v is not None else a.to(self.device) for a, v in zip(self.arguments, self.values, strict=True)
@@ -230,17 +230,17 @@ class TritonRows:
             best = None
         measure = stats is None
         if stats is None:
-            vectors = vectors_6R
-            if vectors is None:
-                vectors = torch.empty(6, rows, dtype=torch.float32, device=self.device)
+            if vectors_6R is None:
+                vectors_6R = torch.empty(6, rows, dtype=torch.float32, device=self.device)
+            anchor, offset, normalizer, at_target, at_dense, of_entropy = vectors_6R.unbind()
             stats = RowStats(
-                vectors[0],
-                vectors[1],
-                vectors[2],
-                None if index_R is None else vectors[3],
-                None if dense is None else vectors[4],
+                anchor,
+                offset,
+                normalizer,
+                None if index_R is None else at_target,
+                None if dense is None else at_dense,
                 None,
-                vectors[5] if entropy else None,
+                of_entropy if entropy else None,
             )
         if rows:
             launch = self._launch_fast if self.is_fast and dense is None and not entropy else self._launch_general
