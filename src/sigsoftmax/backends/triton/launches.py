@@ -68,7 +68,12 @@ def launch(
 def _has_hooks() -> bool:
     """Whether a profiler wants to know of launches; Triton tells it."""
     runtime = triton.knobs.runtime
-    return runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None
+    return _is_set(runtime.launch_enter_hook) or _is_set(runtime.launch_exit_hook)
+
+
+def _is_set(hook: Any) -> bool:
+    """A hook is a function or None, or a chain of functions."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def _specialized(number: float) -> int:
