@@ -3,7 +3,7 @@
 The first pass sums relative to the largest logit of the row's first tile, so nothing is rescaled or compared on the
 way; a row whose sum shows that its largest logit lies far above is summed again. With about one row in flight per
 multiprocessor, and hints on what the L2 cache should keep, the second pass reads the row from there. Sigsoftmax needs
-a reciprocal an element besides; two elements share one: 1/a = b / (a b). Derivations: docs/mathematics.md.
+a reciprocal an element besides; two or four elements share one: 1/a = b / (a b). Derivations: docs/mathematics.md.
 
 Shapes: R rows, V classes.
 """
@@ -99,7 +99,7 @@ def _four_powers(
 
 @triton.jit
 def _denominators(u0, u1, u2, u3, b):
-    """Of an easy row, and their products in pairs, of which one reciprocal serves all four."""
+    """Of an easy row, and their products in pairs."""
     d0 = u0 + b
     d1 = u1 + b
     d2 = u2 + b
@@ -114,7 +114,7 @@ def _sum_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
         d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
         n01 = u0 * u0 * d1 + u1 * u1 * d0
         n23 = u2 * u2 * d3 + u3 * u3 * d2
-        return (n01 * d23 + n23 * d01) * forms.reciprocal(d01 * d23)
+        return n01 * forms.reciprocal(d01) + n23 * forms.reciprocal(d23)
     else:
         return (u0 + u1) + (u2 + u3)
 

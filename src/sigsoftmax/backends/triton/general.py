@@ -82,8 +82,7 @@ def rows_kernel(
         c = argument(c_pointer, c_value, C_IS_POINTER)
         centre = c
     lanes = tl.arange(0, BLOCK)
-    IS_ROUGH: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16 and not C_PER_CLASS
-    IS_LEAN: tl.constexpr = not (ARGUMENTS or C_PER_CLASS)
+    IS_ROUGH: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16
     for row in range(tl.program_id(0), R, tl.num_programs(0)):
         row64 = tl.full((), 1, tl.int64) * row
         pointer = logits + row64 * logits_stride
@@ -98,7 +97,7 @@ def rows_kernel(
             else:
                 c_y = c
         if STATS:
-            IS_TRIED: tl.constexpr = not (HAS_ENTROPY or C_PER_CLASS)
+            IS_TRIED: tl.constexpr = not HAS_ENTROPY
             anchor = tl.full((), 0.0, tl.float32)
             normalizer = tl.full((), 0.0, tl.float32)
             is_found = False
@@ -113,8 +112,11 @@ def rows_kernel(
                     z = tl.load(
                         pointer + position, mask=position < V, other=-float("inf"), eviction_policy="evict_last"
                     )
+                    shift = c
+                    if C_PER_CLASS:
+                        shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
                     value, weight, _ = forms.value_weight_and_slope(
-                        forms.widened(z), anchor, 0.0, alpha, beta, c, centre, FORM, IS_ROUGH
+                        forms.widened(z), anchor, 0.0, alpha, beta, shift, centre, FORM, IS_ROUGH
                     )
                     sums += weight
                     if HAS_DENSE:
@@ -194,74 +196,65 @@ def rows_kernel(
                 by_d = tl.load(by_dense + row)
             is_used = (by_n != 0) | (by_s != 0) | (by_d != 0)
             target_pointer = out + row64 * out_stride
-            if IS_LEAN and is_used:
+            by_alpha = tl.zeros([BLOCK], tl.float32)
+            by_beta = tl.zeros([BLOCK], tl.float32)
+            by_c = tl.zeros([BLOCK], tl.float32)
+            sum_by_phi = tl.zeros([BLOCK], tl.float32)
+            if is_used:
                 for start in range(0, V, BLOCK):
                     position = start + lanes
                     z = forms.widened(tl.load(pointer + position, mask=position < V, other=-float("inf")))
+                    shift = c
+                    if C_PER_CLASS:
+                        shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
                     _, weight, slope = forms.value_weight_and_slope(
-                        z, anchor, normalizer, alpha, beta, c, centre, FORM, IS_ROUGH
+                        z, anchor, normalizer, alpha, beta, shift, centre, FORM, IS_ROUGH
                     )
                     by_phi = by_n * weight
                     if HAS_DENSE:
                         by_phi += by_d * tl.load(dense_pointer + position, mask=position < V, other=0.0)
                     gradient = by_phi * slope
                     tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=position < V)
-                if HAS_INDEX:
-                    _, weight, slope = forms.value_weight_and_slope(
-                        z_y, anchor, normalizer, alpha, beta, c, centre, FORM, IS_ROUGH
-                    )
-                    by_phi = by_n * weight + by_s
-                    if HAS_DENSE:
-                        by_phi += by_d * tl.load(dense_pointer + y, mask=has_target, other=0.0)
-                    gradient = by_phi * slope
-                    # Every thread of the block has stored its tiles before the target is put right.
-                    tl.debug_barrier()
-                    tl.store(target_pointer + y, gradient.to(out.dtype.element_ty), mask=has_target)
+                    if ARGUMENTS:
+                        counted = tl.where(z == -float("inf"), 0.0, by_phi)
+                        gap, log_sigmoid, fall = forms.logistic_argument_slopes(z, anchor, shift, centre, IS_ROUGH)
+                        sum_by_phi += counted
+                        by_alpha += counted * gap
+                        by_beta += counted * log_sigmoid
+                        by_c -= counted * fall
             else:
-                by_alpha = tl.zeros([BLOCK], tl.float32)
-                by_beta = tl.zeros([BLOCK], tl.float32)
-                by_c = tl.zeros([BLOCK], tl.float32)
-                sum_by_phi = tl.zeros([BLOCK], tl.float32)
+                # A NaN in a row that the loss does not depend on must not reach the gradient.
                 for start in range(0, V, BLOCK):
                     position = start + lanes
-                    inside = position < V
-                    z = forms.widened(tl.load(pointer + position, mask=inside, other=-float("inf")))
-                    shift = c
-                    if C_PER_CLASS:
-                        shift = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)
-                    _, weight, slope = forms.value_weight_and_slope(
-                        z, anchor, normalizer, alpha, beta, shift, centre, FORM, IS_ROUGH
-                    )
-                    by_phi = by_n * weight
-                    if HAS_DENSE:
-                        by_phi += by_d * tl.load(dense_pointer + position, mask=inside, other=0.0)
-                    if HAS_INDEX:
-                        by_phi += tl.where(position == y, by_s, 0.0)
-                    # A NaN in a row or class that the loss does not depend on must not reach the gradient.
-                    by_phi = tl.where(inside, by_phi, 0.0)
-                    by_phi = tl.where(is_used, by_phi, 0.0)
-                    gradient = tl.where(by_phi == 0, 0.0, by_phi * slope)
-                    if ARGUMENTS:
-                        is_kept = z != -float("inf")
-                        safe_z = tl.where(is_kept, z, anchor)
-                        counted = tl.where(is_kept & (by_phi != 0), by_phi, 0.0)
-                        sum_by_phi += counted
-                        gap = tl.maximum(safe_z - anchor, -3.0e38)
-                        by_alpha += tl.where(counted == 0, 0.0, counted * gap)
-                        log_sigmoid = forms.relative(safe_z, anchor, 0.0, 1.0, shift, centre, FORM)
-                        by_beta += tl.where(counted == 0, 0.0, counted * log_sigmoid)
-                        by_c -= tl.where(counted == 0, 0.0, counted * beta * forms.sigmoid(shift - safe_z))
-                    tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=inside)
+                    tl.store(target_pointer + position, sum_by_phi.to(out.dtype.element_ty), mask=position < V)
+            row_sum = tl.sum(sum_by_phi, 0)
+            row_by_alpha = tl.sum(by_alpha, 0)
+            row_by_beta = tl.sum(by_beta, 0)
+            row_by_c = tl.sum(by_c, 0)
+            if HAS_INDEX and is_used:
+                _, weight, slope = forms.value_weight_and_slope(
+                    z_y, anchor, normalizer, alpha, beta, c_y, centre, FORM, IS_ROUGH
+                )
+                by_phi = by_n * weight + by_s
+                if HAS_DENSE:
+                    by_phi += by_d * tl.load(dense_pointer + y, mask=has_target, other=0.0)
+                gradient = by_phi * slope
+                # Every thread of the block has stored its tiles before the target is put right.
+                tl.debug_barrier()
+                tl.store(target_pointer + y, gradient.to(out.dtype.element_ty), mask=has_target)
                 if ARGUMENTS:
-                    row_sum = tl.sum(sum_by_phi, 0)
-                    tl.store(
-                        by_arguments_R3 + row * 3, tl.sum(by_alpha, 0) + tl.where(row_sum == 0, 0.0, row_sum * anchor)
-                    )
-                    line = tl.minimum(anchor - centre, 0.0)
-                    tl.store(
-                        by_arguments_R3 + row * 3 + 1, tl.sum(by_beta, 0) + tl.where(row_sum == 0, 0.0, row_sum * line)
-                    )
-                    tl.store(by_arguments_R3 + row * 3 + 2, tl.sum(by_c, 0))
+                    counted = tl.where(has_target & (z_y != -float("inf")), by_s, 0.0)
+                    gap, log_sigmoid, fall = forms.logistic_argument_slopes(z_y, anchor, c_y, centre, IS_ROUGH)
+                    row_sum += counted
+                    row_by_alpha += counted * gap
+                    row_by_beta += counted * log_sigmoid
+                    row_by_c -= counted * fall
+            if ARGUMENTS:
+                row_by_alpha += tl.where(row_sum == 0, 0.0, row_sum * anchor)
+                row_by_beta += tl.where(row_sum == 0, 0.0, row_sum * tl.minimum(anchor - centre, 0.0))
+                tl.store(by_arguments_R3 + row * 3, row_by_alpha)
+                tl.store(by_arguments_R3 + row * 3 + 1, row_by_beta)
+                tl.store(by_arguments_R3 + row * 3 + 2, row_by_c * beta)
 
 
 @triton.jit
@@ -305,28 +298,31 @@ def per_class_kernel(
     beta = argument(beta_pointer, beta_value, BETA_IS_POINTER)
     centre = tl.load(centre_pointer).to(tl.float32)
     c = tl.load(c_pointer + position, mask=inside, other=0.0).to(tl.float32)[None, :]
+    IS_ROUGH: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, R, ROWS):
         row = start + tl.arange(0, ROWS)
         is_row = row < R
         row64 = row.to(tl.int64)[:, None]
         both = is_row[:, None] & inside[None, :]
-        z = tl.load(logits + row64 * logits_stride + position[None, :], mask=both, other=-float("inf")).to(tl.float32)
-        is_kept = z != -float("inf")
+        z = forms.widened(tl.load(logits + row64 * logits_stride + position[None, :], mask=both, other=-float("inf")))
         anchor = tl.load(anchor_R + row, mask=is_row, other=0.0)[:, None]
         normalizer = tl.load(normalizer_R + row, mask=is_row, other=0.0)[:, None]
         by_n = tl.load(by_normalizer + row, mask=is_row, other=0.0)[:, None]
-        safe_z = tl.where(is_kept, z, anchor)
-        value = forms.relative(safe_z, anchor, alpha, beta, c, centre, FORM)
-        by_phi = tl.where(is_kept & (by_n != 0), by_n * tl.exp(value - normalizer), 0.0)
+        _, weight, _ = forms.value_weight_and_slope(z, anchor, normalizer, alpha, beta, c, centre, FORM, IS_ROUGH)
+        by_phi = by_n * weight
+        is_used = by_n != 0
         if HAS_DENSE:
             by_d = tl.load(by_dense + row, mask=is_row, other=0.0)[:, None]
-            share = tl.load(dense + row64 * dense_stride + position[None, :], mask=both, other=0.0)
-            by_phi += tl.where(is_kept & (by_d != 0), by_d * share, 0.0)
+            by_phi += by_d * tl.load(dense + row64 * dense_stride + position[None, :], mask=both, other=0.0)
+            is_used |= by_d != 0
         if HAS_INDEX:
             y = (tl.load(index + row // rows_of_target, mask=is_row, other=-1) - first_class)[:, None]
             by_s = tl.load(by_target + row, mask=is_row, other=0.0)[:, None]
-            by_phi += tl.where((position[None, :] == y) & is_kept, by_s, 0.0)
-        total -= tl.where(by_phi == 0, 0.0, by_phi * beta * forms.sigmoid(c - safe_z))
+            by_phi += tl.where(position[None, :] == y, by_s, 0.0)
+            is_used |= by_s != 0
+        _, _, fall = forms.logistic_argument_slopes(z, anchor, c, centre, IS_ROUGH)
+        # A NaN in a row that the loss does not depend on must not reach the gradient.
+        total -= tl.where(is_used & (z != -float("inf")), by_phi * fall, 0.0)
     before = tl.load(by_c_V + position, mask=inside, other=0.0)
-    tl.store(by_c_V + position, before + tl.sum(total, 0), mask=inside)
+    tl.store(by_c_V + position, before + beta * tl.sum(total, 0), mask=inside)

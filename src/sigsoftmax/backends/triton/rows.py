@@ -15,7 +15,7 @@ from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
 from sigsoftmax.backends.triton import fast, forms, general, ranges
 from sigsoftmax.backends.triton.launches import launch
-from sigsoftmax.backends.triton.shapes import fast_shape, general_shape, multiprocessors
+from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors
 from sigsoftmax.forms import Form
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -335,7 +335,7 @@ class TritonRows:
             assert coefficients is not None
             self._launch_per_class(logits_RV, index_R, dense, stats, coefficients, first_class)
         by_arguments = torch.empty(rows if wants_arguments else 0, 3, dtype=torch.float32, device=self.device)
-        is_lean = stats.entropy is None and not wants_arguments and not self.per_class
+        is_lean = stats.entropy is None and not wants_arguments
         block, warps, per_processor = general_shape(classes, logits_RV.element_size(), is_lean)
         launch(
             general.rows_kernel,
@@ -399,7 +399,7 @@ class TritonRows:
     ) -> None:
         rows, classes = logits_RV.shape
         unused = stats.anchor
-        block = 64
+        block_rows, block, warps = PER_CLASS_SHAPE
         launch(
             general.per_class_kernel,
             -(-classes // block),
@@ -430,9 +430,10 @@ class TritonRows:
                 "HAS_INDEX": index_R is not None,
                 "HAS_DENSE": dense is not None,
                 "FORM": forms.CODES[self.form.name],
-                "ROWS": 16,
+                "ROWS": block_rows,
                 "BLOCK": block,
             },
+            num_warps=warps,
         )
 
     def _argument_pointers(self, unused: Tensor, first_class: int) -> list[Tensor]:

@@ -13,6 +13,9 @@ import torch
 Shape = tuple[int, int, int]
 """lanes of a tile, warps, and programs for each multiprocessor"""
 
+PER_CLASS_SHAPE = (16, 64, 4)
+"""rows and classes of a tile, and warps, where a number per class is summed over rows"""
+
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
