@@ -132,7 +132,7 @@ def slope(z, alpha, beta, c, FORM: tl.constexpr):
 
 
 @triton.jit
-def _rough_logistic(z, anchor, c, centre):
+def _rough_logistic(z, anchor, c, centre, C_PER_CLASS: tl.constexpr):
     """(left, below, fading, log_grown, share): logsigmoid(x) less the anchor's line is below - log(2) log_grown.
 
     For x = z - c: whether it is negative, min(x, 0) less the same of the anchor, e^-|x|, log2(1 + e^-|x|) and
@@ -141,26 +141,32 @@ def _rough_logistic(z, anchor, c, centre):
     x = z - c
     is_bent = anchor > centre
     # Left of c differences of logits keep the digits that x and the anchor's x do not have.
-    below = tl.minimum(tl.where(is_bent, x, (z - anchor) + (centre - c)), tl.where(is_bent, 0.0, centre - anchor))
+    if C_PER_CLASS:
+        below = tl.where(is_bent, x, (z - anchor) + (centre - c))
+    else:
+        below = z - tl.where(is_bent, c, anchor)
+    below = tl.minimum(below, tl.where(is_bent, 0.0, centre - anchor))
     fading = tl.exp2(tl.abs(x) * -LOG2_E)
-    # -inf is a mask, and must not meet a 0.
-    return x < 0, tl.maximum(below, -3.0e38), fading, log2(1.0 + fading, True), reciprocal(1.0 + fading)
+    return x < 0, below, fading, log2(1.0 + fading, True), reciprocal(1.0 + fading)
 
 
 @triton.jit
-def logistic_argument_slopes(z, anchor, c, centre, IS_ROUGH: tl.constexpr):
+def logistic_argument_slopes(z, anchor, c, centre, C_PER_CLASS: tl.constexpr, IS_ROUGH: tl.constexpr):
     """The derivatives of phi by alpha and beta, less those of the offset, and sigmoid(c - z): by c it is -beta that."""
+    # -inf is a mask, and must not meet a 0.
     gap = tl.maximum(z - anchor, -3.0e38)
     if IS_ROUGH:
-        left, below, fading, log_grown, share = _rough_logistic(z, anchor, c, centre)
-        return gap, below - LOG_2 * log_grown, share * tl.where(left, 1.0, fading)
+        left, below, fading, log_grown, share = _rough_logistic(z, anchor, c, centre, C_PER_CLASS)
+        return gap, tl.maximum(below, -3.0e38) - LOG_2 * log_grown, share * tl.where(left, 1.0, fading)
     else:
         safe_z = tl.where(z != -float("inf"), z, anchor)
         return gap, relative(safe_z, anchor, 0.0, 1.0, c, centre, LOGISTIC), sigmoid(c - safe_z)
 
 
 @triton.jit
-def value_weight_and_slope(z, anchor, normalizer, alpha, beta, c, centre, FORM: tl.constexpr, IS_ROUGH: tl.constexpr):
+def value_weight_and_slope(
+    z, anchor, normalizer, alpha, beta, c, centre, FORM: tl.constexpr, C_PER_CLASS: tl.constexpr, IS_ROUGH: tl.constexpr
+):
     """phi less offset and normalizer (-inf for a masked class), its exponential, and the slope of phi.
 
     Rough: for logits of 16 bits, by what the hardware approximates.
@@ -172,9 +178,9 @@ def value_weight_and_slope(z, anchor, normalizer, alpha, beta, c, centre, FORM: 
         weight = tl.exp(value)
         slope_z = slope(safe_z, alpha, beta, c, FORM)
     elif FORM == LOGISTIC:
-        left, below, fading, log_grown, share = _rough_logistic(z, anchor, c, centre)
-        line = alpha * (z - anchor) + (beta * below - normalizer)
-        value2 = line * LOG2_E - beta * log_grown
+        left, below, fading, log_grown, share = _rough_logistic(z, anchor, c, centre, C_PER_CLASS)
+        line2 = (alpha * LOG2_E) * (z - anchor) + ((beta * LOG2_E) * below - normalizer * LOG2_E)
+        value2 = line2 - beta * log_grown
         value = value2 * LOG_2
         weight = tl.exp2(value2)
         slope_z = alpha + beta * (share * tl.where(left, 1.0, fading))

@@ -116,7 +116,7 @@ def rows_kernel(
                     if C_PER_CLASS:
                         shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
                     value, weight, _ = forms.value_weight_and_slope(
-                        forms.widened(z), anchor, 0.0, alpha, beta, shift, centre, FORM, IS_ROUGH
+                        forms.widened(z), anchor, 0.0, alpha, beta, shift, centre, FORM, C_PER_CLASS, IS_ROUGH
                     )
                     sums += weight
                     if HAS_DENSE:
@@ -208,7 +208,7 @@ def rows_kernel(
                     if C_PER_CLASS:
                         shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
                     _, weight, slope = forms.value_weight_and_slope(
-                        z, anchor, normalizer, alpha, beta, shift, centre, FORM, IS_ROUGH
+                        z, anchor, normalizer, alpha, beta, shift, centre, FORM, C_PER_CLASS, IS_ROUGH
                     )
                     by_phi = by_n * weight
                     if HAS_DENSE:
@@ -217,7 +217,9 @@ def rows_kernel(
                     tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=position < V)
                     if ARGUMENTS:
                         counted = tl.where(z == -float("inf"), 0.0, by_phi)
-                        gap, log_sigmoid, fall = forms.logistic_argument_slopes(z, anchor, shift, centre, IS_ROUGH)
+                        gap, log_sigmoid, fall = forms.logistic_argument_slopes(
+                            z, anchor, shift, centre, C_PER_CLASS, IS_ROUGH
+                        )
                         sum_by_phi += counted
                         by_alpha += counted * gap
                         by_beta += counted * log_sigmoid
@@ -233,7 +235,7 @@ def rows_kernel(
             row_by_c = tl.sum(by_c, 0)
             if HAS_INDEX and is_used:
                 _, weight, slope = forms.value_weight_and_slope(
-                    z_y, anchor, normalizer, alpha, beta, c_y, centre, FORM, IS_ROUGH
+                    z_y, anchor, normalizer, alpha, beta, c_y, centre, FORM, C_PER_CLASS, IS_ROUGH
                 )
                 by_phi = by_n * weight + by_s
                 if HAS_DENSE:
@@ -244,7 +246,9 @@ def rows_kernel(
                 tl.store(target_pointer + y, gradient.to(out.dtype.element_ty), mask=has_target)
                 if ARGUMENTS:
                     counted = tl.where(has_target & (z_y != -float("inf")), by_s, 0.0)
-                    gap, log_sigmoid, fall = forms.logistic_argument_slopes(z_y, anchor, c_y, centre, IS_ROUGH)
+                    gap, log_sigmoid, fall = forms.logistic_argument_slopes(
+                        z_y, anchor, c_y, centre, C_PER_CLASS, IS_ROUGH
+                    )
                     row_sum += counted
                     row_by_alpha += counted * gap
                     row_by_beta += counted * log_sigmoid
@@ -309,7 +313,7 @@ def per_class_kernel(
         anchor = tl.load(anchor_R + row, mask=is_row, other=0.0)[:, None]
         normalizer = tl.load(normalizer_R + row, mask=is_row, other=0.0)[:, None]
         by_n = tl.load(by_normalizer + row, mask=is_row, other=0.0)[:, None]
-        _, weight, _ = forms.value_weight_and_slope(z, anchor, normalizer, alpha, beta, c, centre, FORM, IS_ROUGH)
+        _, weight, _ = forms.value_weight_and_slope(z, anchor, normalizer, alpha, beta, c, centre, FORM, True, IS_ROUGH)
         by_phi = by_n * weight
         is_used = by_n != 0
         if HAS_DENSE:
@@ -321,7 +325,7 @@ def per_class_kernel(
             by_s = tl.load(by_target + row, mask=is_row, other=0.0)[:, None]
             by_phi += tl.where(position[None, :] == y, by_s, 0.0)
             is_used |= by_s != 0
-        _, _, fall = forms.logistic_argument_slopes(z, anchor, c, centre, IS_ROUGH)
+        _, _, fall = forms.logistic_argument_slopes(z, anchor, c, centre, True, IS_ROUGH)
         # A NaN in a row that the loss does not depend on must not reach the gradient.
         total -= tl.where(is_used & (z != -float("inf")), by_phi * fall, 0.0)
     before = tl.load(by_c_V + position, mask=inside, other=0.0)

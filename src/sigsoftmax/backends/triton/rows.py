@@ -335,8 +335,8 @@ class TritonRows:
             assert coefficients is not None
             self._launch_per_class(logits_RV, index_R, dense, stats, coefficients, first_class)
         by_arguments = torch.empty(rows if wants_arguments else 0, 3, dtype=torch.float32, device=self.device)
-        is_lean = stats.entropy is None and not wants_arguments
-        block, warps, per_processor = general_shape(classes, logits_RV.element_size(), is_lean)
+        sums_much = stats.entropy is not None or (wants_arguments and dense is not None)
+        block, warps, per_processor = general_shape(classes, logits_RV.element_size(), sums_much)
         launch(
             general.rows_kernel,
             min(rows, per_processor * multiprocessors(self.device)),

@@ -13,7 +13,7 @@ import torch
 Shape = tuple[int, int, int]
 """lanes of a tile, warps, and programs for each multiprocessor"""
 
-PER_CLASS_SHAPE = (16, 64, 4)
+PER_CLASS_SHAPE = (32, 128, 8)
 """rows and classes of a tile, and warps, where a number per class is summed over rows"""
 
 
@@ -35,11 +35,11 @@ def fast_shape(classes: int, element_bytes: int, is_sigsoftmax: bool) -> Shape:
     return min(most, max(128, _power_of_2(-(-classes // 4)))), warps, per_processor
 
 
-def general_shape(classes: int, element_bytes: int, is_lean: bool) -> Shape:
-    """What sums more than a normaliser has no registers for as many warps."""
+def general_shape(classes: int, element_bytes: int, sums_much: bool) -> Shape:
+    """What sums more than a normaliser for each class has no registers for as many warps."""
     row_bytes = classes * element_bytes
     if row_bytes > 2**17:
-        return (8192, 32, 1) if is_lean else (4096, 16, 1)
+        return (4096, 16, 1) if sums_much else (8192, 32, 1)
     if row_bytes > 2**15:
         return 2048, 8, 8
     return min(1024, max(128, _power_of_2(classes))), 4, 16
