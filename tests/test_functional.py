@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.loss import Extras
+from sigsoftmax.loss import Extras, careful_sum
 
 N, K, V, D = 7, 3, 5, 4
 ALL_EXTRAS = ("log_normalizer", "argmax", "entropy")
@@ -1077,3 +1077,19 @@ def test_function_is_required_and_may_be_text_or_a_member() -> None:
         sigsoftmax.cross_entropy(z, target)  # type: ignore[call-arg]
     by_text = sigsoftmax.cross_entropy(z, target, function="gss(k=0.2)")
     assert torch.equal(by_text, sigsoftmax.cross_entropy(z, target, function=OutputFunction("gss", k=0.2)))
+
+
+@pytest.mark.parametrize(
+    ("classes", "rows", "features", "chunk_mib", "expected"),
+    [
+        (128_256, 8192, 4096, 576, "exact"),
+        (32_000, 8192 * 4, 2048, 281, "buffered"),
+        (128_256, 8192 * 4, 2048, 576, "exact"),
+        (10_000, 1400, 400, 576, "buffered"),
+    ],
+    ids=["wide", "a mixture with more rows than classes", "a mixture with fewer", "small"],
+)
+def test_sums_on_a_gpu_take_the_smaller_buffer(
+    classes: int, rows: int, features: int, chunk_mib: int, expected: str
+) -> None:
+    assert careful_sum(classes, rows, features, chunk_mib * 2**20) == expected

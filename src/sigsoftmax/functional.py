@@ -254,9 +254,10 @@ def linear_cross_entropy(
 
     ``input`` is (..., d), ``linear_weight`` (V, d), ``target`` (...) of class indices or (..., V) of probabilities.
     ``weight_gradient`` says how the gradient of a weight of low precision is summed over chunks: ``fast`` in its own
-    dtype, ``buffered`` in a float32 buffer, ``exact`` by one product for each range of classes, at the price of a
-    fourth product; float32 weights are summed in place. ``auto`` is buffered on a CPU and where
-    the buffer is small beside a chunk, else exact.
+    dtype, ``buffered`` in a float32 buffer, ``exact`` by one product for each range of classes, which takes a float32
+    buffer for the gradient of ``input`` and computes again those logits that do not fit into the weight's gradient
+    meanwhile; float32 weights are summed in place. ``auto`` is buffered on a CPU and where that buffer is smaller than
+    exact's or small beside a chunk, else exact.
 
     Logits exist a chunk of ``chunk_bytes`` at a time (by default 32 MiB on a CPU, 576 MiB on a GPU). Input and weight
     may differ in dtype: the products run in the input's (under autocast in autocast's), the weight keeps a gradient of
