@@ -158,11 +158,12 @@ def test_the_general_kernel(function: str, options: dict[str, Any], launches: li
     assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
 
 
+@pytest.mark.parametrize("dense", [0, 1], ids=["index", "dense"])
 @pytest.mark.parametrize("per_class", [False, True], ids=["scalar", "per class"])
-def test_the_kernels_for_learned_arguments(per_class: bool, launches: list[Launch], tmp_path: Path) -> None:
+def test_the_kernels_for_learned_arguments(per_class: bool, dense: int, launches: list[Launch], tmp_path: Path) -> None:
     k = torch.empty((), device="meta")
     c = torch.empty(V if per_class else (), device="meta")
-    row_launches(launches, OutputFunction("gss", k=k, c=c), torch.bfloat16, dense=1, z_slope=True, learns=True)
+    row_launches(launches, OutputFunction("gss", k=k, c=c), torch.bfloat16, dense=dense, z_slope=True, learns=True)
     names = [launch.kernel.__name__ for launch in launches]
     assert names == (["rows_kernel", "per_class_kernel", "rows_kernel"] if per_class else ["rows_kernel"])
     for launch in launches:

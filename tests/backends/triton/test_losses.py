@@ -161,6 +161,28 @@ def test_no_tokens_and_none_that_count(reduction: str) -> None:
                 assert (gradient == 0).all()
 
 
+@pytest.mark.parametrize("k", [0.0, 2.0**-10])
+def test_slopes_that_cancel_left_of_the_bend(k: float) -> None:
+    """gss has the slope k there, the small difference of two terms as large as the logits."""
+    logits = (-5e4 + 64.0 * torch.randint(-90, 90, (N, V))).half()
+    logits[:, 3] = 5.0
+    target = torch.randint(V, (N,))
+
+    def log_normalizer(logits: Tensor, backend: str) -> Tensor:
+        _, extras = sigsoftmax.cross_entropy(
+            logits,
+            target.to(logits.device),
+            function=OutputFunction("gss", k=k),
+            extras=("log_normalizer",),
+            backend=backend,
+        )
+        assert extras.log_normalizer is not None
+        return extras.log_normalizer.double().cpu()
+
+    found, truth = log_normalizer(logits.to(DEVICE), "triton"), log_normalizer(logits.double(), "reference")
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5)
+
+
 # Logits that are a product
 
 

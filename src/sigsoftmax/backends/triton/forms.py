@@ -132,22 +132,31 @@ def slope(z, alpha, beta, c, FORM: tl.constexpr):
 
 
 @triton.jit
-def _rough_logistic(z, anchor, c, centre, C_PER_CLASS: tl.constexpr):
-    """(left, below, fading, log_grown, share): logsigmoid(x) less the anchor's line is below - log(2) log_grown.
-
-    For x = z - c: whether it is negative, min(x, 0) less the same of the anchor, e^-|x|, log2(1 + e^-|x|) and
-    sigmoid(|x|).
-    """
+def _rough_logistic(z, c):
+    """For x = z - c: whether it is negative, e^-|x|, log2(1 + e^-|x|) and sigmoid(-x)."""
     x = z - c
-    is_bent = anchor > centre
-    # Left of c differences of logits keep the digits that x and the anchor's x do not have.
-    if C_PER_CLASS:
-        below = tl.where(is_bent, x, (z - anchor) + (centre - c))
-    else:
-        below = z - tl.where(is_bent, c, anchor)
-    below = tl.minimum(below, tl.where(is_bent, 0.0, centre - anchor))
+    left = x < 0
     fading = tl.exp2(tl.abs(x) * -LOG2_E)
-    return x < 0, below, fading, log2(1.0 + fading, True), reciprocal(1.0 + fading)
+    return left, fading, log2(1.0 + fading, True), reciprocal(1.0 + fading) * tl.where(left, 1.0, fading)
+
+
+@triton.jit
+def _line2(z, anchor, normalizer, alpha, beta, c, centre, left, C_PER_CLASS: tl.constexpr):
+    """Phi less offset and normalizer without its tail, in units of log 2.
+
+    Left of c the slopes alpha and beta may cancel, so they are added first, and the line starts at c, or at the anchor
+    where that lies left too.
+    """
+    is_bent = anchor > centre
+    if C_PER_CLASS:
+        start = tl.where(is_bent, z - c, z - anchor)
+        left_at = tl.where(is_bent, -alpha * (anchor - c), beta * (centre - c)) - normalizer
+    else:
+        start = z - tl.where(is_bent, c, anchor)
+        left_at = tl.where(is_bent, -alpha * (anchor - c), 0.0) - normalizer
+    right_at = tl.where(is_bent, 0.0, -beta * (anchor - centre)) - normalizer
+    on_left = ((alpha + beta) * LOG2_E) * start + left_at * LOG2_E
+    return tl.where(left, on_left, (alpha * LOG2_E) * (z - anchor) + right_at * LOG2_E)
 
 
 @triton.jit
@@ -156,8 +165,14 @@ def logistic_argument_slopes(z, anchor, c, centre, C_PER_CLASS: tl.constexpr, IS
     # -inf is a mask, and must not meet a 0.
     gap = tl.maximum(z - anchor, -3.0e38)
     if IS_ROUGH:
-        left, below, fading, log_grown, share = _rough_logistic(z, anchor, c, centre, C_PER_CLASS)
-        return gap, tl.maximum(below, -3.0e38) - LOG_2 * log_grown, share * tl.where(left, 1.0, fading)
+        _, _, log_grown, fall = _rough_logistic(z, c)
+        is_bent = anchor > centre
+        if C_PER_CLASS:
+            below = tl.where(is_bent, z - c, (z - anchor) + (centre - c))
+        else:
+            below = z - tl.where(is_bent, c, anchor)
+        below = tl.minimum(below, tl.where(is_bent, 0.0, centre - anchor))
+        return gap, tl.maximum(below, -3.0e38) - LOG_2 * log_grown, fall
     else:
         safe_z = tl.where(z != -float("inf"), z, anchor)
         return gap, relative(safe_z, anchor, 0.0, 1.0, c, centre, LOGISTIC), sigmoid(c - safe_z)
@@ -178,12 +193,12 @@ def value_weight_and_slope(
         weight = tl.exp(value)
         slope_z = slope(safe_z, alpha, beta, c, FORM)
     elif FORM == LOGISTIC:
-        left, below, fading, log_grown, share = _rough_logistic(z, anchor, c, centre, C_PER_CLASS)
-        line2 = (alpha * LOG2_E) * (z - anchor) + ((beta * LOG2_E) * below - normalizer * LOG2_E)
+        left, _, log_grown, fall = _rough_logistic(z, c)
+        line2 = _line2(z, anchor, normalizer, alpha, beta, c, centre, left, C_PER_CLASS)
         value2 = line2 - beta * log_grown
         value = value2 * LOG_2
         weight = tl.exp2(value2)
-        slope_z = alpha + beta * (share * tl.where(left, 1.0, fading))
+        slope_z = alpha + beta * fall
     elif FORM == RELU:
         positive = tl.maximum(z, 0.0) + alpha
         weight = positive * (tl.exp(-normalizer) / (tl.maximum(anchor, 0.0) + alpha))

@@ -36,10 +36,10 @@ def fast_shape(classes: int, element_bytes: int, is_sigsoftmax: bool) -> Shape:
 
 
 def general_shape(classes: int, element_bytes: int, sums_much: bool) -> Shape:
-    """What sums more than a normaliser for each class has no registers for as many warps."""
+    """What sums more than a normaliser over the classes has no registers for as many of them at a time."""
     row_bytes = classes * element_bytes
     if row_bytes > 2**17:
-        return (4096, 16, 1) if sums_much else (8192, 32, 1)
+        return 4096 if sums_much else 8192, 32, 1
     if row_bytes > 2**15:
         return 2048, 8, 8
     return min(1024, max(128, _power_of_2(classes))), 4, 16
