@@ -1,4 +1,4 @@
-"""Rows that are measured a range of classes at a time.
+"""Rows that are measured a range of classes at a time, and added as those of several processes are (``shards``).
 
 Shapes: R rows.
 """
