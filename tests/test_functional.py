@@ -36,7 +36,8 @@ from torch.nn import functional as F
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.loss import Extras, careful_sum
+from sigsoftmax.backends.sources import careful_sum
+from sigsoftmax.loss import Extras
 
 N, K, V, D = 7, 3, 5, 4
 ALL_EXTRAS = ("log_normalizer", "argmax", "entropy")
@@ -1092,4 +1093,6 @@ def test_function_is_required_and_may_be_text_or_a_member() -> None:
 def test_sums_on_a_gpu_take_the_smaller_buffer(
     classes: int, rows: int, features: int, chunk_mib: int, expected: str
 ) -> None:
-    assert careful_sum(classes, rows, features, chunk_mib * 2**20) == expected
+    sizes = (classes, rows, features, chunk_mib * 2**20)
+    assert careful_sum(torch.device("cuda"), *sizes) == expected
+    assert careful_sum(torch.device("cpu"), *sizes) == "buffered"

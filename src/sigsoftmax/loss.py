@@ -25,15 +25,6 @@ WeightGradient = Literal["auto", "fast", "buffered", "exact"]
 EXTRAS = ("log_normalizer", "argmax", "entropy")
 
 
-def careful_sum(classes: int, rows: int, features: int, chunk_bytes: int) -> str:
-    """How a GPU sums the gradient of a weight of low precision if nobody says how.
-
-    A float32 buffer is faster than a walk over the classes, whose float32 buffer is for the gradient of the rows.
-    """
-    buffer_bytes, walk_bytes = 4 * classes * features, 4 * rows * features
-    return "buffered" if buffer_bytes <= max(walk_bytes, chunk_bytes // 2) else "exact"
-
-
 class Extras(NamedTuple):
     """What a loss can tell besides, detached, in the shape of the targets; None where it was not asked for."""
 
@@ -134,7 +125,7 @@ class Loss:
             raise ValueError(
                 f"target must hold one class index per token, shape {tuple(self.leading)}, got {tuple(target.shape)}"
             )
-        return target.reshape(-1).long()
+        return target.reshape(-1).long().contiguous()
 
     def compute(
         self,
@@ -191,7 +182,7 @@ class Loss:
                 self.floor,
                 self.ignore_index,
                 self.chunk_bytes,
-                self._weight_gradient_for(linear_weight, hidden_NKd.shape[0] * hidden_NKd.shape[1]),
+                self.weight_gradient,
                 self.product_dtype,
                 "argmax" in self.extras,
                 "entropy" in self.extras,
@@ -213,16 +204,6 @@ class Loss:
         if not self.wants_extras:
             return loss
         return loss, self._extras(log_normalizer_NK, argmax_N, entropy_N, is_mixture=log_prior_NK is not None)
-
-    def _weight_gradient_for(self, linear_weight: Tensor | None, rows: int) -> str:
-        if self.weight_gradient != "auto":
-            return self.weight_gradient
-        if linear_weight is None or linear_weight.device.type == "cpu":
-            # A CPU cannot walk classes; there the buffer costs less than a product.
-            return "buffered"
-        # All ranks of a group must decide alike.
-        classes = self.num_classes if self.shard is None else self.shard.largest
-        return careful_sum(classes, rows, linear_weight.shape[1], self.chunk_bytes)
 
     def _reference(
         self,

@@ -70,7 +70,9 @@ class ClassWalk:
         """The first class of each range, its logits, and memory for their gradient, which may be that of the logits."""
         source, count = self.source, len(self.ranges)
         num_kept = len(self.kept_RV) if self.is_measured else 0
-        by_rows_Rd = torch.empty(self.rows_Rd.shape, dtype=source.sum_dtype, device=self.rows_Rd.device)
+        by_rows_Rd = None
+        if source.needs_hidden:
+            by_rows_Rd = torch.empty(self.rows_Rd.shape, dtype=source.sum_dtype, device=self.rows_Rd.device)
         for turn, i in enumerate([count - 1, *range(count - 1)]):
             first, last = self.ranges[i]
             out_RV = self._slab(i)
@@ -80,13 +82,13 @@ class ClassWalk:
                 is_there = self.is_measured and turn == 0
                 logits_RV = out_RV if is_there else self._computed(i, out_RV)
             yield first, logits_RV, out_RV
-            if source.needs_hidden:
+            if by_rows_Rd is not None:
                 source.add_to_hidden(by_rows_Rd, out_RV, first, is_first=turn == 0)
             if source.weight_gradient is not None:
                 source.add_to_weight(source.weight_gradient[first:last], out_RV, self.rows_Rd, is_first=True)
             if source.bias_gradient is not None:
                 source.bias_gradient[first:last] = out_RV.sum(0, dtype=source.bias_gradient.dtype)
-        if source.hidden_gradient is not None:
+        if source.hidden_gradient is not None and by_rows_Rd is not None:
             source.hidden_gradient.view(-1, source.features).copy_(by_rows_Rd)
 
     def _slab(self, i: int) -> Tensor:

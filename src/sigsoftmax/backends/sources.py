@@ -22,6 +22,17 @@ def row_alignment(device: torch.device) -> int:
     return 16 if device.type == "cuda" else 1
 
 
+def careful_sum(device: torch.device, classes: int, rows: int, features: int, chunk_bytes: int) -> str:
+    """How the gradient of a weight of low precision is summed if nobody says how.
+
+    A float32 buffer is faster than a walk over the classes, whose float32 buffer is for the gradient of the rows. A CPU
+    cannot walk.
+    """
+    buffer_bytes, walk_bytes = 4 * classes * features, 4 * rows * features
+    is_small = buffer_bytes <= max(walk_bytes, chunk_bytes // 2)
+    return "buffered" if device.type == "cpu" or is_small else "exact"
+
+
 def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -115,7 +126,12 @@ class LinearLogits(Source):
         self.bias_V = None if bias_V is None else bias_V.to(product_dtype)
         self.sum_dtype = reference.compute_dtype(product_dtype)
         self.alignment = row_alignment(self.weight_Vd.device)
-        row_bytes = (budget_classes or self.num_classes) * self.weight_Vd.element_size()
+        # All ranks of a group must decide alike.
+        classes = budget_classes or self.num_classes
+        if weight_gradient == "auto":
+            rows = self.num_tokens * self.components
+            weight_gradient = careful_sum(hidden_NKd.device, classes, rows, self.features, chunk_bytes)
+        row_bytes = rounded_up(classes, self.alignment) * self.weight_Vd.element_size()
         tokens_in_budget = max(1, chunk_bytes // (row_bytes * self.components))
         # Chunks of equal size: a last one of a few rows would be a slow product.
         num_chunks = max(1, -(-self.num_tokens // tokens_in_budget))

@@ -82,7 +82,7 @@ def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(validation, "wants_messages", lambda device: not request.param)
 
 
-@pytest.fixture(params=[1, 4], ids=["", "aligned"])
+@pytest.fixture(params=[1, 16], ids=["", "aligned"])
 def _alignments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any length, as on a CPU, and rows with room to the next multiple, as on a GPU."""
     monkeypatch.setattr(sources, "row_alignment", lambda device: request.param)
@@ -159,6 +159,70 @@ def test_no_tokens_and_none_that_count(reduction: str) -> None:
         if reduction != "mean":
             for gradient in (*gradients(on_logits, [logits]), *gradients(linear, [hidden, weight])):
                 assert (gradient == 0).all()
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same numbers with others between them."""
+    return torch.stack([tensor, tensor.flip(-1)], -1)[..., 0]
+
+
+@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.parametrize("what", ["logits", "transposed logits", "target", "probabilities", "weight", "shifts"])
+def test_memory_that_is_not_contiguous(what: str) -> None:
+    logits, target, shifts = torch.randn(N, V, device=DEVICE), target_with_ignored().to(DEVICE), torch.randn(V)
+    options: dict[str, Any] = {"label_smoothing": 0.1, "weight": torch.linspace(0.1, 1.5, V).to(DEVICE)}
+    if what in ("target", "probabilities"):
+        options = {}
+    if what == "probabilities":
+        target = torch.softmax(torch.randn(N, V), -1).to(DEVICE)
+    function = OutputFunction("gss", k=0.5, c=shifts.to(DEVICE)) if what == "shifts" else OutputFunction("sigsoftmax")
+
+    def loss(backend: str) -> tuple[Tensor, Tensor]:
+        leaf = logits.clone().requires_grad_()
+        given = {"logits": strided(leaf), "transposed logits": leaf.t().contiguous().t()}.get(what, leaf)
+        y = strided(target) if what in ("target", "probabilities") else target
+        value = sigsoftmax.cross_entropy(given, y, function=function, backend=backend, **options)
+        return value.detach(), gradients(value, [leaf])[0]
+
+    expected = loss("reference")
+    if what == "weight":
+        options["weight"] = strided(options["weight"])
+    if what == "shifts":
+        function = OutputFunction("gss", k=0.5, c=strided(shifts).to(DEVICE))
+    torch.testing.assert_close(loss("triton"), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("_both_ways", "_alignments")
+@pytest.mark.parametrize("how", ["fast", "buffered", "exact"])
+@pytest.mark.parametrize("function", ["sigsoftmax", "gss(k=0.5)"])
+def test_a_row_that_overflows_and_does_not_count(function: str, how: str) -> None:
+    hidden = torch.randn(N, D).half()
+    hidden[2] = 6e4
+    leaves = [t.to(DEVICE).requires_grad_() for t in (hidden, torch.randn(V, D).half())]
+    target = torch.randint(V, (N,))
+    target[2] = -100
+    loss = sigsoftmax.linear_cross_entropy(
+        *leaves,
+        target.to(DEVICE),
+        function=function,
+        z_loss=0.01,
+        weight_gradient=how,
+        chunk_bytes=three_chunks(torch.float16),
+        backend="triton",
+    )
+    for found in (loss, *gradients(loss, leaves)):
+        assert found.isfinite().all()
+
+
+def test_gradients_of_a_large_normaliser() -> None:
+    """gss with k < 0 is largest at a logit far to the left, and all of the mass is there."""
+    logits = torch.tensor([[-1.0, -30_000.0]], dtype=torch.float16, device=DEVICE, requires_grad=True)
+    k = torch.tensor(-0.24, device=DEVICE, requires_grad=True)
+    target = torch.tensor([1], device=DEVICE)
+    loss = sigsoftmax.cross_entropy(logits, target, function=OutputFunction("gss", k=k), backend="triton")
+    by_logits, by_k = gradients(loss, [logits, k])
+    assert float(by_logits.abs().max()) < 1e-3
+    assert abs(float(by_k)) < 1.0
 
 
 @pytest.mark.parametrize("k", [0.0, 2.0**-10])

@@ -155,8 +155,9 @@ def _line2(z, anchor, normalizer, alpha, beta, c, centre, left, C_PER_CLASS: tl.
         start = z - tl.where(is_bent, c, anchor)
         left_at = tl.where(is_bent, -alpha * (anchor - c), 0.0) - normalizer
     right_at = tl.where(is_bent, 0.0, -beta * (anchor - centre)) - normalizer
-    on_left = ((alpha + beta) * LOG2_E) * start + left_at * LOG2_E
-    return tl.where(left, on_left, (alpha * LOG2_E) * (z - anchor) + right_at * LOG2_E)
+    # The normalizer may be as large as the line; scaled one by one they would not cancel.
+    on_left = (alpha + beta) * start + left_at
+    return tl.where(left, on_left, alpha * (z - anchor) + right_at) * LOG2_E
 
 
 @triton.jit

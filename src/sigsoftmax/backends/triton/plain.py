@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sigsoftmax.backends.chunks import LossOptions, TokenLosses
+from sigsoftmax.backends.chunks import LossOptions, TokenLosses, scaled
 from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import RowCoefficients
 from sigsoftmax.backends.sources import LinearLogits, Source
@@ -259,7 +259,7 @@ def plain_loss(
     _, offset, normalizer, at_target = stats_6N[:4]
     if walk is not None:
         if options.z_loss:
-            by_normalizer = by_normalizer + setup.z_slope * (offset + normalizer)
+            by_normalizer = by_normalizer + scaled(offset + normalizer, setup.z_slope)
         routines.write_classes(walk, stats_6N, RowCoefficients(by_normalizer, by_target, None, None), index_N)
     total = torch.empty((), dtype=torch.float32, device=device)
     launch(

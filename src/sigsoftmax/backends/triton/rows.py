@@ -53,7 +53,8 @@ class TritonRows:
         self.arguments = [a.detach() if a.requires_grad else a for a in arguments]
         self.values = [_value(a) for a in self.arguments]
         self.pointers = [
-            None if v is not None else a.to(self.device) for a, v in zip(self.arguments, self.values, strict=True)
+            None if v is not None else a.to(self.device).contiguous()
+            for a, v in zip(self.arguments, self.values, strict=True)
         ]
         self.per_class = len(self.arguments) == 3 and self.arguments[2].ndim == 1
         self.centre = self.pointers[2].float().mean() if self.per_class and self.pointers[2] is not None else None
@@ -223,6 +224,11 @@ class TritonRows:
         vectors_6R: Tensor | None = None,
     ) -> RowStats:
         rows = logits_RV.shape[0]
+        # Kernels take rows of numbers that follow each other.
+        if logits_RV.stride(-1) != 1:
+            logits_RV = logits_RV.contiguous()
+        if dense is not None and dense.stride(-1) != 1:
+            dense = dense.contiguous()
         if argmax and out_RV is not None and out_RV.data_ptr() == logits_RV.data_ptr():
             # The gradient will overwrite what argmax reads.
             best = self._argmax(logits_RV)
