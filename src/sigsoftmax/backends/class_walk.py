@@ -56,7 +56,7 @@ class ClassWalk:
         if memory is not None and kept:
             flat = memory.view(-1).view(source.slab.dtype)
             self.kept_RV = [
-                flat[first * spacing :][: rows * (last - first)].view(rows, last - first) for first, last in kept
+                flat[begin * spacing :][: rows * (end - begin)].view(rows, end - begin) for begin, end in kept
             ]
         self.is_measured = False
 

@@ -237,6 +237,7 @@ def test_the_kernels_of_a_mixture(is_weighted: bool, launches: list[Launch], tmp
 def test_the_kernels_of_a_walk_over_classes(function: str, launches: list[Launch], tmp_path: Path) -> None:
     from sigsoftmax.backends.class_walk import ClassWalk
     from sigsoftmax.backends.sources import LinearLogits
+    from sigsoftmax.backends.triton import ranges
     from sigsoftmax.backends.triton.rows import TritonRows
 
     member = OutputFunction.parse(function)
@@ -255,7 +256,7 @@ def test_the_kernels_of_a_walk_over_classes(function: str, launches: list[Launch
     )
     routines = TritonRows(member.form, member.arguments(), source.logits_like)
     index = torch.empty(R, dtype=torch.int64, device="meta")
-    routines.measure_classes(ClassWalk(source), index, torch.empty(6, R, device="meta"))
+    ranges.measure(routines, ClassWalk(source), index, torch.empty(6, R, device="meta"))
     names = [launch.kernel.__name__ for launch in launches]
     assert names == ["rows_kernel", *["rows_kernel", "add_kernel"] * (len(names) // 2)]
     assert "add_kernel" in names

@@ -18,7 +18,7 @@ from torch import Tensor
 from sigsoftmax.backends.chunks import LossOptions, TokenLosses
 from sigsoftmax.backends.interface import RowCoefficients
 from sigsoftmax.backends.sources import Source
-from sigsoftmax.backends.triton import plain, priors
+from sigsoftmax.backends.triton import plain, priors, ranges
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import TritonRows
 from sigsoftmax.forms import Form
@@ -167,7 +167,7 @@ def mixture_loss(
 
     walk = plain.walk_of(source) if wants_gradient else None
     if walk is not None and not routines.per_class:
-        routines.measure_classes(walk, setup.index, vectors)
+        ranges.measure(routines, walk, setup.index, vectors)
         mix(0, tokens)
     else:
         for first, logits_RV in source.chunks():
@@ -185,7 +185,7 @@ def mixture_loss(
                 source.backpropagate()
     if walk is not None:
         coefficients = RowCoefficients(by_normalizer, by_target, None, None)
-        routines.write_classes(walk, vectors, coefficients, setup.index)
+        ranges.write_gradients(routines, walk, vectors, coefficients, setup.index)
     total = setup.total(losses)
     result = TokenLosses(losses, log_normalizer_NK, None, None)
     return total, result, by_prior_NK, routines.argument_gradients()

@@ -20,6 +20,7 @@ from sigsoftmax.backends.chunks import LossOptions, TokenLosses, scaled
 from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import RowCoefficients
 from sigsoftmax.backends.sources import LinearLogits, Source
+from sigsoftmax.backends.triton import ranges
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import TritonRows
 
@@ -241,7 +242,7 @@ def plain_loss(
     losses, log_normalizer = torch.empty_like(setup.scale), torch.empty_like(setup.scale)
     walk = walk_of(source) if wants_gradient else None
     if walk is not None and not routines.per_class:
-        routines.measure_classes(walk, index_N, stats_6N)
+        ranges.measure(routines, walk, index_N, stats_6N)
     else:
         for first, logits_RV in source.chunks():
             of = cut_to(first, logits_RV.shape[0], tokens)
@@ -260,7 +261,7 @@ def plain_loss(
     if walk is not None:
         if options.z_loss:
             by_normalizer = by_normalizer + scaled(offset + normalizer, setup.z_slope)
-        routines.write_classes(walk, stats_6N, RowCoefficients(by_normalizer, by_target, None, None), index_N)
+        ranges.write_gradients(routines, walk, stats_6N, RowCoefficients(by_normalizer, by_target, None, None), index_N)
     total = torch.empty((), dtype=torch.float32, device=device)
     launch(
         after_kernel,

@@ -11,9 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
-from sigsoftmax.backends.triton import fast, forms, general, ranges
+from sigsoftmax.backends.triton import fast, forms, general
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors
 from sigsoftmax.forms import Form
@@ -149,61 +148,6 @@ class TritonRows:
             out_RV=out_RV,
             first_class=first_class,
         )
-
-    def add_classes(self, whole: RowStats, part: RowStats, index_R: Tensor, first_class: int, classes: int) -> None:
-        """Add what was measured of a range of classes to what was measured of others; no shifts per class."""
-        assert whole.target is not None and part.target is not None and not self.per_class
-        rows, block = whole.anchor.shape[0], 256
-        launch(
-            ranges.add_kernel,
-            -(-rows // block),
-            (
-                index_R,
-                whole.anchor,
-                whole.offset,
-                whole.normalizer,
-                whole.target,
-                part.anchor,
-                part.offset,
-                part.normalizer,
-                part.target,
-                *self._argument_pointers(whole.anchor, 0),
-            ),
-            (
-                *self._argument_values(),
-                rows,
-                self.rows_of_target,
-                first_class,
-                first_class + classes,
-            ),
-            {"FORM": forms.CODES[self.form.name], **self._argument_flags(), "BLOCK": block},
-            num_warps=4,
-        )
-
-    def measure_classes(self, walk: ClassWalk, index_R: Tensor, vectors_6R: Tensor) -> None:
-        """Measure all rows, a range of classes at a time."""
-        part_6R = torch.empty_like(vectors_6R)
-        whole: RowStats | None = None
-        for first, logits_RV in walk.measured():
-            memory_6R = vectors_6R if whole is None else part_6R
-            part = self.stats(walk.source.whole_rows(logits_RV), index_R, None, False, False, memory_6R, first)
-            if whole is None:
-                whole = part
-            else:
-                self.add_classes(whole, part, index_R, first, logits_RV.shape[1])
-
-    def write_classes(
-        self, walk: ClassWalk, vectors_6R: Tensor, coefficients: RowCoefficients, index_R: Tensor
-    ) -> None:
-        """The gradient of rows that were measured, a range of classes at a time."""
-        stats = RowStats(vectors_6R[0], vectors_6R[1], vectors_6R[2], vectors_6R[3], None, None, None)
-        for first, logits_RV, out_RV in walk.gradients():
-            is_in_place = out_RV is logits_RV
-            if not self.per_class:
-                logits_RV = walk.source.whole_rows(logits_RV)
-            self.gradient_of_classes(
-                logits_RV, stats, coefficients, index_R, None, first, logits_RV if is_in_place else out_RV
-            )
 
     def argument_gradients(self) -> list[Tensor]:
         return self._sums
@@ -362,13 +306,13 @@ class TritonRows:
                 unused if stats.dense is None else stats.dense,
                 unused if stats.entropy is None else stats.entropy,
                 by_arguments,
-                *self._argument_pointers(unused, first_class),
+                *self.argument_pointers(unused, first_class),
             ),
             (
                 logits_RV.stride(0),
                 logits_RV.stride(0) if out_RV is None else out_RV.stride(0),
                 dense.stride(0) if dense is not None and dense.ndim == 2 else 0,
-                *self._argument_values(),
+                *self.argument_values(),
                 rows,
                 classes,
                 self.rows_of_target,
@@ -376,7 +320,7 @@ class TritonRows:
             ),
             {
                 "FORM": forms.CODES[self.form.name],
-                **self._argument_flags(),
+                **self.argument_flags(),
                 "C_PER_CLASS": self.per_class,
                 "HAS_INDEX": index_R is not None,
                 "HAS_DENSE": dense is not None,
@@ -419,12 +363,12 @@ class TritonRows:
                 stats.anchor,
                 stats.normalizer,
                 self._sums[2][first_class:],
-                *self._argument_pointers(unused, first_class),
+                *self.argument_pointers(unused, first_class),
             ),
             (
                 logits_RV.stride(0),
                 dense.stride(0) if dense is not None and dense.ndim == 2 else 0,
-                *self._argument_values()[:2],
+                *self.argument_values()[:2],
                 rows,
                 classes,
                 self.rows_of_target,
@@ -442,17 +386,17 @@ class TritonRows:
             num_warps=warps,
         )
 
-    def _argument_pointers(self, unused: Tensor, first_class: int) -> list[Tensor]:
+    def argument_pointers(self, unused: Tensor, first_class: int) -> list[Tensor]:
         """Of alpha, beta, c and its mean; a form with one argument has it in alpha's place."""
         pointers = [*self.pointers, None, None][:3]
         if self.per_class and pointers[2] is not None:
             pointers[2] = pointers[2][first_class:]
         return [unused if p is None else p for p in (*pointers, self.centre)]
 
-    def _argument_values(self) -> list[float]:
+    def argument_values(self) -> list[float]:
         return [0.0 if v is None else v for v in [*self.values, None, None][:3]]
 
-    def _argument_flags(self) -> dict[str, bool]:
+    def argument_flags(self) -> dict[str, bool]:
         pointers = [*self.pointers, None, None][:3]
         names = ("ALPHA_IS_POINTER", "BETA_IS_POINTER", "C_IS_POINTER")
         return {name: p is not None for name, p in zip(names, pointers, strict=True)}
