@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sigsoftmax import validation
+from sigsoftmax import known_calls, validation
 from sigsoftmax.backends import dispatch, token_loss
 from sigsoftmax.backends import triton as kernels
 
@@ -76,11 +76,14 @@ def recorded() -> Iterator[list[Launch]]:
                     stack.enter_context(mock.patch.object(module, name, Recorder(value, launches)))
         scaling = importlib.import_module(f"{kernels.__name__}.scaling")
 
-        def times(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+        def times(gradients: Sequence[Tensor], factor: Tensor, in_place: object = None) -> list[Tensor]:
             scaling.scale_in_place(gradients, factor)
             return list(gradients)
 
-        stack.enter_context(mock.patch.object(token_loss, "times", times))
+        for owner in (token_loss, importlib.import_module(f"{kernels.__name__}.few")):
+            stack.enter_context(mock.patch.object(owner, "times", times))
+        # Plans hold kernels that are not recorded here.
+        stack.enter_context(mock.patch.dict(known_calls._known, clear=True))
         stack.enter_context(mock.patch.dict(dispatch._BACKENDS, triton=backend))
         stack.enter_context(mock.patch.object(validation, "wants_messages", return_value=False))
         # torch does not know autocasting without a device.

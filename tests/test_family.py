@@ -348,6 +348,27 @@ def test_a_member_is_written_with_its_tensors_shapes() -> None:
     assert str(OutputFunction("gss", k=torch.tensor(0.5), c=torch.zeros(3))) == "gss(k=tensor(), c=tensor(3,))"
 
 
+def test_members_are_equal_if_they_are_the_same_function() -> None:
+    k = torch.tensor(0.2)
+    equal = [
+        (OutputFunction("gss", k=0.2), OutputFunction.parse("gss(k=0.2)")),
+        (OutputFunction("softmax"), OutputFunction("softmax", alpha=1.0)),
+        (OutputFunction("gss", k=k), OutputFunction("gss", k=k)),
+    ]
+    for a, b in equal:
+        assert a == b
+        assert hash(a) == hash(b)
+    # Numbers in tensors can change.
+    others = [
+        OutputFunction("gss", k=0.3),
+        OutputFunction("gss", k=k),
+        OutputFunction("gss", k=k.clone()),
+        "gss(k=0.2)",
+    ]
+    for other in others:
+        assert OutputFunction("gss", k=0.2) != other
+
+
 def test_with_parameters_replaces_some_and_keeps_the_rest() -> None:
     member = OutputFunction("gss", k=0.2, c=1.0)
     changed = member.with_parameters(k=0.5)

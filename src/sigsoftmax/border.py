@@ -77,13 +77,18 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dty
     return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
+def prior_of(member: OutputFunction, prior_function: Function | None) -> OutputFunction:
+    """The output function of the prior; if it is not given, that of the components or softmax."""
+    if prior_function is None:
+        prior_function = "softmax" if member.definition.parameters else member
+    return OutputFunction.parse(prior_function)
+
+
 def log_prior(
     prior_logits: Tensor, member: OutputFunction, prior_function: Function | None, backend: str | None = None
 ) -> Tensor:
     """Log-probabilities of the components, in the arithmetic's dtype; K is small, so plain torch does on a CPU."""
-    if prior_function is None:
-        prior_function = "softmax" if member.definition.parameters else member
-    prior = OutputFunction.parse(prior_function)
+    prior = prior_of(member, prior_function)
     arguments = prior.arguments(prior_logits.shape[-1])
     try:
         chosen = dispatch.choose(backend, prior.form, prior_logits.dtype, (prior_logits, *arguments))

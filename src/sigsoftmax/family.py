@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -258,6 +258,11 @@ class OutputFunction:
         return {key: self.given.get(key, spec.default) for key, spec in self.definition.parameters.items()}
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether its parameters are numbers: those of tensors can change."""
+        return not any(isinstance(value, Tensor) for value in self.given.values())
+
+    @property
     def is_linear(self) -> bool:
         """Whether log f has the rank bound of softmax."""
         return self.definition.is_linear(**self.parameters)
@@ -282,6 +287,16 @@ class OutputFunction:
                 )
             values[key] = value
         return [a if isinstance(a, Tensor) else _scalar(a) for a in self.definition.arguments(**values)]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same function: the same member with the same numbers, or the very same tensors."""
+        return isinstance(other, OutputFunction) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[Any, ...]:
+        return id(self.definition), *(id(v) if isinstance(v, Tensor) else v for v in self.parameters.values())
 
     def phi(self, z: Tensor) -> Tensor:
         """log g(z), elementwise; for a parameter per class the classes are the last dimension."""

@@ -11,6 +11,7 @@ from typing import Required, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from sigsoftmax import known_calls
 from sigsoftmax.backends import dispatch, log_probs_op, reference
 from sigsoftmax.border import (
     Function,
@@ -25,6 +26,7 @@ from sigsoftmax.border import (
     default_chunk_bytes,
     log_prior,
     needs_gradient,
+    prior_of,
 )
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.loss import Extras, Loss, Reduction, WeightGradient
@@ -189,6 +191,11 @@ def cross_entropy(
     normaliser, ``token_weights`` (in the shape of index targets) count each token, ``extras`` returns
     ``(loss, Extras)``. ``chunk_bytes`` has no effect here, since the caller holds the logits.
     """
+    tensors, key = (input, None, None, target), None
+    if weight is None and token_weights is None and extras is None and dim is None and not label_smoothing:
+        key = known_calls.key_of(tensors, (function, reduction, ignore_index, z_loss, backend))
+        if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
+            return loss
     check_floating("input", input)
     if input.ndim == 0:
         raise ValueError("input must have a dimension of classes, got a scalar; logits are (C,), (N, C) or (N, C, ...)")
@@ -199,8 +206,7 @@ def cross_entropy(
     check_tensor("target", target)
     if target.is_floating_point() and target.shape == input.shape:
         target = target.movedim(class_dim, -1)
-    hidden = rows.reshape(-1, 1, rows.shape[-1])
-    return Loss(
+    call = Loss(
         leading=rows.shape[:-1],
         num_classes=rows.shape[-1],
         dtype=torch.float32 if autocasts(input) and input.dtype != torch.float64 else input.dtype,
@@ -217,7 +223,12 @@ def cross_entropy(
         backend=backend,
         chunk_bytes=default_chunk_bytes(chunk_bytes, input.device),
         device=input.device,
-    ).compute(hidden, None, None, None)
+    )
+    if key is not None:
+        plan = call.plan(*tensors) if class_dim == input.ndim - 1 else None
+        if (loss := known_calls.learn(key, plan, tensors)) is not None:
+            return loss
+    return call.compute(rows.reshape(-1, 1, rows.shape[-1]), None, None, None)
 
 
 @overload
@@ -263,8 +274,14 @@ def linear_cross_entropy(
     may differ in dtype: the products run in the input's (under autocast in autocast's), the weight keeps a gradient of
     its own.
     """
+    tensors, key = (input, linear_weight, linear_bias, target), None
+    if weight is None and token_weights is None and extras is None and not label_smoothing:
+        options = (function, reduction, ignore_index, z_loss, chunk_bytes, weight_gradient, backend)
+        key = known_calls.key_of(tensors, options)
+        if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
+            return loss
     product = Product.of(input, linear_weight, linear_bias, components=False)
-    return Loss(
+    call = Loss(
         leading=product.leading,
         num_classes=product.num_classes,
         dtype=torch.float32 if autocasts(input) and product.dtype != torch.float64 else product.dtype,
@@ -282,7 +299,10 @@ def linear_cross_entropy(
         chunk_bytes=default_chunk_bytes(chunk_bytes, input.device),
         device=input.device,
         weight_gradient=weight_gradient,
-    ).compute(product.hidden(input), linear_weight, linear_bias, None)
+    )
+    if key is not None and (loss := known_calls.learn(key, call.plan(*tensors), tensors)) is not None:
+        return loss
+    return call.compute(product.hidden(input), linear_weight, linear_bias, None)
 
 
 @overload
@@ -335,11 +355,20 @@ def mixture_cross_entropy(
     ``z_loss`` weighs the squared log normaliser of each component by its prior, which it does not train. Label
     smoothing, probability targets, argmax and entropy need the mixed probability of every class and cost more.
     """
+    tensors, key = (input, prior_logits, linear_weight, linear_bias, target), None
+    if weight is None and token_weights is None and extras is None and not label_smoothing:
+        options = (
+            *(function, prior_function, reduction, ignore_index),
+            *(floor, z_loss, chunk_bytes, weight_gradient, backend),
+        )
+        key = known_calls.key_of(tensors, options)
+        if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
+            return loss
     product = Product.of(input, linear_weight, linear_bias, components=True)
     check_prior(input, prior_logits)
     check_nonnegative("floor", floor)
     member = OutputFunction.parse(function)
-    return Loss(
+    call = Loss(
         leading=product.leading,
         num_classes=product.num_classes,
         dtype=torch.float32 if autocasts(input) and product.dtype != torch.float64 else product.dtype,
@@ -358,7 +387,12 @@ def mixture_cross_entropy(
         device=input.device,
         floor=floor,
         weight_gradient=weight_gradient,
-    ).compute(
+    )
+    if key is not None:
+        plan = call.mixture_plan(*tensors, prior_of(member, prior_function))
+        if (loss := known_calls.learn(key, plan, tensors)) is not None:
+            return loss
+    return call.compute(
         product.hidden(input),
         linear_weight,
         linear_bias,

@@ -8,7 +8,7 @@ Shapes: N tokens, K components, V classes, d features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from sigsoftmax.backends.chunks import scaled, token_scales
 from sigsoftmax.backends.shards import Shard
 from sigsoftmax.border import Function, check_floating, check_nonnegative, check_tensor, linear, needs_gradient
 from sigsoftmax.family import OutputFunction
+
+if TYPE_CHECKING:
+    from sigsoftmax.backends.triton.few import Plan
 
 Reduction = Literal["none", "mean", "sum"]
 WeightGradient = Literal["auto", "fast", "buffered", "exact"]
@@ -126,6 +129,62 @@ class Loss:
                 f"target must hold one class index per token, shape {tuple(self.leading)}, got {tuple(target.shape)}"
             )
         return target.reshape(-1).long().contiguous()
+
+    def plan(
+        self, input: Tensor, linear_weight: Tensor | None, linear_bias: Tensor | None, target: Tensor
+    ) -> Plan | None:
+        """How this loss and those like it are computed for few tokens, where there is a way of their own."""
+        if not self._is_for_few(input, linear_weight, linear_bias, target):
+            return None
+        from sigsoftmax.backends.triton import few
+
+        return few.plan_of(
+            self.member.form,
+            self.arguments,
+            input,
+            linear_weight,
+            linear_bias,
+            target,
+            is_mean=self.reduction == "mean",
+            ignore_index=self.ignore_index,
+            z_loss=self.z_loss,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    def mixture_plan(
+        self,
+        input: Tensor,
+        prior_logits: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        prior: OutputFunction,
+    ) -> Plan | None:
+        if not (prior.is_fixed and self._is_for_few(input, prior_logits, linear_weight, linear_bias, target)):
+            return None
+        from sigsoftmax.backends.triton import few_mixtures
+
+        return few_mixtures.plan_of(
+            self.member.form,
+            self.arguments,
+            prior.form,
+            prior.arguments(prior_logits.shape[-1]),
+            input,
+            prior_logits,
+            linear_weight,
+            linear_bias,
+            target,
+            is_mean=self.reduction == "mean",
+            ignore_index=self.ignore_index,
+            z_loss=self.z_loss,
+            floor=self.floor,
+            chunk_bytes=self.chunk_bytes,
+            weight_gradient=self.weight_gradient,
+        )
+
+    def _is_for_few(self, *tensors: Tensor | None) -> bool:
+        backend = dispatch.choose(self.backend, self.member.form, self.product_dtype, (*tensors, *self.arguments))
+        return backend == "triton" and self.reduction != "none" and self.member.is_fixed
 
     def compute(
         self,

@@ -83,6 +83,12 @@ def explain() -> Decision | None:
     return _last
 
 
+def recall(decision: Decision) -> None:
+    """An operation is computed as decided before."""
+    global _last
+    _last = decision
+
+
 def row_routines(backend: str) -> MakeRoutines:
     return _BACKENDS[backend].routines()
 
@@ -132,7 +138,7 @@ def choose(
     return decision.backend
 
 
-_is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _why_only_reference(tensors: Sequence[Tensor], needs_autograd_of: Tensor | None) -> str | None:
@@ -140,7 +146,7 @@ def _why_only_reference(tensors: Sequence[Tensor], needs_autograd_of: Tensor | N
         return "probability targets and class weights that require a gradient need plain autograd"
     if torch.compiler.is_compiling():
         return None
-    if any(_is_wrapped(t) for t in tensors):
+    if any(is_wrapped(t) for t in tensors):
         return "the inputs are inside torch.func (vmap, grad, jvp, ...), which the fast backends do not support"
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         return "forward-mode derivatives need plain autograd"

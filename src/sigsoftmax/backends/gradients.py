@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,16 +24,23 @@ def is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(tensor) is not Tensor
 
 
-def times(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-    """Gradients times the incoming gradient, in place where nobody will ask for them again."""
+def times(
+    gradients: Sequence[Tensor], factor: Tensor, in_place: Callable[[Sequence[Tensor], Tensor], None] | None = None
+) -> list[Tensor]:
+    """Gradients times the incoming gradient, in place where nobody will ask for them again.
+
+    ``in_place`` is what does that on a GPU, if the caller has prepared it.
+    """
     if is_traced(factor) or _keeps_graph():
         return [gradient * factor.to(gradient.dtype) for gradient in gradients]
     if factor.device.type == "cpu" and bool(factor == 1):
         return list(gradients)
     if factor.device.type == "cuda" and dispatch.has_triton() and torch.version.hip is None:
-        from sigsoftmax.backends.triton.scaling import scale_in_place
+        if in_place is None:
+            from sigsoftmax.backends.triton import scaling
 
-        scale_in_place(gradients, factor)
+            in_place = scaling.scale_in_place
+        in_place(gradients, factor)
         return list(gradients)
     return [gradient.mul_(factor.to(gradient.dtype)) for gradient in gradients]
 

@@ -34,10 +34,10 @@ MOST_SPILLED = 64
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    from sigsoftmax.backends.triton import fast, general, mixtures, plain, priors, ranges, scaling
+    from sigsoftmax.backends.triton import fast, few, few_mixtures, general, mixtures, plain, priors, ranges, scaling
 
     recorded: list[Launch] = []
-    for module in (fast, general, mixtures, plain, priors, ranges, scaling):
+    for module in (fast, few, few_mixtures, general, mixtures, plain, priors, ranges, scaling):
         for name, value in vars(module).copy().items():
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Recorder(value, recorded))
@@ -229,6 +229,49 @@ def test_the_kernels_of_a_mixture(is_weighted: bool, launches: list[Launch], tmp
     log_prior.sum().backward()
     names = ["log_prior", "before", "rows", "mixture", "rows", "total", "log_prior"]
     assert [launch.kernel.__name__ for launch in launches] == [f"{name}_kernel" for name in names]
+    for launch in launches:
+        assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
+@pytest.mark.parametrize("classes", [10_000, 128_256])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_the_kernel_of_few_tokens(
+    z_loss: float, classes: int, function: str, launches: list[Launch], tmp_path: Path
+) -> None:
+    from sigsoftmax.backends.triton import few
+
+    member = OutputFunction(function)
+    hidden = torch.empty(1400, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(classes, 8, dtype=torch.bfloat16, device="meta")
+    target = torch.empty(1400, dtype=torch.int64, device="meta")
+    options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": z_loss, "chunk_bytes": 2**30}
+    plan = few.plan_of(member.form, member.arguments(), hidden, weight, None, target, **options)
+    assert plan is not None
+    plan.compute(hidden.detach(), weight, None, target)
+    (launch,) = launches
+    kernel = compiled(launch)
+    assert spilled_bytes(kernel, tmp_path) <= MOST_SPILLED
+    assert 16 in load_widths(kernel)
+
+
+def test_the_kernels_of_a_mixture_over_few_tokens(launches: list[Launch], tmp_path: Path) -> None:
+    from sigsoftmax.backends.triton import few_mixtures
+
+    member = OutputFunction("sigsoftmax")
+    tensors = [
+        torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for shape in ((64, 15, 8), (64, 15), (1024, 8), (1024,))
+    ]
+    target = torch.empty(64, dtype=torch.int64, device="meta")
+    function = (member.form, member.arguments())
+    options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": 0.1, "floor": 1e-8}
+    memory: dict[str, Any] = {"chunk_bytes": 2**20, "weight_gradient": "buffered"}
+    plan = few_mixtures.plan_of(*function, *function, *tensors, target, **options, **memory)
+    assert plan is not None
+    plan.compute(*(tensor.detach() for tensor in tensors), target)
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == ["rows_kernel", "few_mixture_kernel", "rows_kernel"] * 2
     for launch in launches:
         assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
 

@@ -28,6 +28,7 @@ DEVICE = torch.device("cuda")
 N, K, V, D = 96, 3, 1_003, 64
 CHUNK_BYTES = 32 * V * 2
 """A third of the tokens."""
+ALIGNED_V = 1_008
 
 
 # Whole losses
@@ -112,6 +113,27 @@ def mixture(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Call:
     return Call(loss, inputs)
 
 
+def few_products(has_bias: bool = True, **options: Any) -> Call:
+    """Of a number of classes that kernels for few tokens take."""
+    y = target()
+    inputs = [leaf(N, D), leaf(ALIGNED_V, D), leaf(ALIGNED_V)]
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return sigsoftmax.linear_cross_entropy(hidden, weight, y, function="sigsoftmax", linear_bias=bias, **options)
+
+    return Call(loss, inputs if has_bias else inputs[:2])
+
+
+def few_mixtures(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Call:
+    y = target()
+    inputs = [leaf(N, K, D, dtype=dtype), leaf(N, K, dtype=dtype), leaf(ALIGNED_V, D, dtype=dtype)]
+
+    def loss(hidden: Tensor, prior: Tensor, weight: Tensor) -> Tensor:
+        return sigsoftmax.mixture_cross_entropy(hidden, prior, weight, y, function="sigsoftmax", **options)
+
+    return Call(loss, inputs)
+
+
 def learned() -> Call:
     y = target()
     inputs = [leaf(N, D), leaf(V, D), leaf(dtype=torch.float32), leaf(V, dtype=torch.float32)]
@@ -148,6 +170,13 @@ CALLS: dict[str, Callable[[], Call]] = {
     "mixture, none": lambda: mixture(reduction="none"),
     "mixture, smoothing": lambda: mixture(label_smoothing=0.1),
     "learned": learned,
+    "few tokens": few_products,
+    "few tokens, no bias": lambda: few_products(has_bias=False, z_loss=0.01, reduction="sum"),
+    "few tokens of a mixture": few_mixtures,
+    "few tokens of a mixture, chunks": lambda: few_mixtures(
+        chunk_bytes=K * 40 * ALIGNED_V * 2, z_loss=0.01, weight_gradient="buffered"
+    ),
+    "few tokens of a mixture, float32": lambda: few_mixtures(torch.float32, floor=1e-8),
 }
 every_call = pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 
@@ -205,11 +234,11 @@ def test_a_captured_graph_gives_the_eager_result(make: Callable[[], Call]) -> No
         assert_equal(captured, call.gradients())
 
 
-@pytest.mark.parametrize("weight_gradient", ["fast", "exact"])
-def test_a_captured_graph_sees_other_targets(weight_gradient: str) -> None:
+@pytest.mark.parametrize(("weight_gradient", "classes"), [("fast", V), ("exact", V), ("auto", ALIGNED_V)])
+def test_a_captured_graph_sees_other_targets(weight_gradient: str, classes: int) -> None:
     """Also another number of them that count."""
     y = target()
-    inputs = [leaf(N, D), leaf(V, D)]
+    inputs = [leaf(N, D), leaf(classes, D)]
 
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
         return sigsoftmax.linear_cross_entropy(
@@ -225,6 +254,29 @@ def test_a_captured_graph_sees_other_targets(weight_gradient: str) -> None:
         assert_equal(captured, call.gradients())
 
 
+@pytest.mark.parametrize("classes", [V, ALIGNED_V])
+def test_graphed_callables(classes: int) -> None:
+    """As the documentation recommends for losses of few tokens."""
+    inputs = [leaf(N, D), leaf(classes, D)]
+
+    def loss(hidden: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+        return sigsoftmax.linear_cross_entropy(hidden, weight, y, function="sigsoftmax")
+
+    graphed = torch.cuda.make_graphed_callables(
+        loss, (*(t.detach().clone().requires_grad_() for t in inputs), target())
+    )
+    for factor in (1.0, 0.5):
+        with torch.no_grad():
+            for tensor in inputs:
+                tensor.normal_()
+        y = target()
+        actual, expected = (
+            (value.detach(), *torch.autograd.grad(factor * value, inputs))
+            for value in (graphed(*inputs, y), loss(*inputs, y))
+        )
+        assert_equal(actual, expected)
+
+
 @every_call
 def test_what_memory_held_before_does_not_matter(make: Callable[[], Call]) -> None:
     """The allocator hands out blocks that were full of NaN, small and large ones."""
@@ -238,8 +290,9 @@ def test_what_memory_held_before_does_not_matter(make: Callable[[], Call]) -> No
     assert_equal(call.gradients(), expected)
 
 
-def test_a_graph_that_is_kept_gives_its_gradients_again() -> None:
-    call = product()
+@pytest.mark.parametrize("make", [product, few_products, few_mixtures])
+def test_a_graph_that_is_kept_gives_its_gradients_again(make: Callable[[], Call]) -> None:
+    call = make()
     value = call.loss(*call.inputs)
     first = torch.autograd.grad(value, call.inputs, retain_graph=True)
     half = torch.autograd.grad(0.5 * value, call.inputs, retain_graph=True)
@@ -249,13 +302,32 @@ def test_a_graph_that_is_kept_gives_its_gradients_again() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["logits", "exact", "float32 weight", "none", "mixture", "learned"])
+@pytest.mark.parametrize("name", ["logits", "exact", "float32 weight", "none", "mixture", "learned", "few tokens"])
 def test_compiled_functions_give_the_eager_result(name: str) -> None:
     """The loss is one op; what stands around it is torch's, whose fused sums may round otherwise."""
     call = CALLS[name]()
     expected = call.gradients()
     torch.compiler.reset()
     actual = Call(torch.compile(call.loss, fullgraph=True), call.inputs).gradients()
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        tolerance = 2.0 * torch.finfo(e.dtype).eps
+        assert frobenius_error(a.cpu(), e.cpu().double()) <= tolerance * float(e.double().norm()), f"result {i}"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("classes", [V, ALIGNED_V])
+def test_a_compiled_function_whose_number_of_tokens_depends_on_data(classes: int) -> None:
+    hidden, weight, y = leaf(N, D), leaf(classes, D), target()
+
+    def loss(hidden: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+        kept = y != -100
+        return sigsoftmax.linear_cross_entropy(hidden[kept], weight, y[kept], function="sigsoftmax")
+
+    expected = Call(lambda h, w: loss(h, w, y), [hidden, weight]).gradients()
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(loss, fullgraph=True)
+        actual = Call(lambda h, w: compiled(h, w, y), [hidden, weight]).gradients()
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         tolerance = 2.0 * torch.finfo(e.dtype).eps
         assert frobenius_error(a.cpu(), e.cpu().double()) <= tolerance * float(e.double().norm()), f"result {i}"
@@ -287,8 +359,9 @@ def test_accumulated_gradients_are_as_good_as_torchs(weight_dtype: torch.dtype, 
     assert frobenius_error(total(ours, None), truth) <= 1.1 * frobenius_error(total(plain, None), truth)
 
 
-def test_streams_other_than_the_current_one() -> None:
-    call = product()
+@pytest.mark.parametrize("make", [product, few_products])
+def test_streams_other_than_the_current_one(make: Callable[[], Call]) -> None:
+    call = make()
     expected = call.gradients()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -18,9 +18,9 @@ from tests.tables import LEAST, by_label, frobenius_error, gradients
 from torch import Tensor
 
 import sigsoftmax
-from sigsoftmax import OutputFunction, validation
+from sigsoftmax import OutputFunction, known_calls, validation
 from sigsoftmax.backends import reference, sources
-from sigsoftmax.backends.triton import priors, rows
+from sigsoftmax.backends.triton import few, priors, rows
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
@@ -76,10 +76,16 @@ def check(
     return found[0], found[1:]
 
 
-@pytest.fixture(params=[False, True], ids=["messages", "few launches"])
-def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses without options have kernels of their own, unless bad targets are to be reported by a message."""
-    monkeypatch.setattr(validation, "wants_messages", lambda device: not request.param)
+@pytest.fixture(params=["messages", "few launches", "few tokens"])
+def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses without options have kernels of their own, unless bad targets are to be reported by a message.
+
+    Those of few tokens have others still.
+    """
+    monkeypatch.setattr(validation, "wants_messages", lambda device: request.param == "messages")
+    monkeypatch.setattr(known_calls, "_known", {})
+    if request.param == "few launches":
+        monkeypatch.setattr(few, "MOST_TOKENS", 0)
 
 
 @pytest.fixture(params=[1, 16], ids=["", "aligned"])
@@ -114,7 +120,7 @@ def cross_entropy(logits: Tensor, **options: Any) -> Any:
     return sigsoftmax.cross_entropy(logits, **options)
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("_every_way")
 @every_option
 @pytest.mark.parametrize("label", ["sigsoftmax", "gss(k=0.5, c per class)"])
 def test_cross_entropy(label: str, options: dict[str, Any]) -> None:
@@ -133,7 +139,7 @@ def test_cross_entropy_of_probabilities(smoothing: float) -> None:
     check(cross_entropy, [torch.randn(N, V)], torch.float32, target=target, label_smoothing=smoothing)
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("_every_way")
 def test_masks_and_rows_that_do_not_count() -> None:
     logits = torch.randn(N, V)
     logits[:, 5:9] = LEAST
@@ -144,7 +150,7 @@ def test_masks_and_rows_that_do_not_count() -> None:
     assert (by_logits[:, 5:9] == 0).all()
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("_every_way")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_tokens_and_none_that_count(reduction: str) -> None:
     for target in (torch.empty(0, dtype=torch.int64), torch.full((3,), -100)):
@@ -166,7 +172,7 @@ def strided(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor.flip(-1)], -1)[..., 0]
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("_every_way")
 @pytest.mark.parametrize("what", ["logits", "transposed logits", "target", "probabilities", "weight", "shifts"])
 def test_memory_that_is_not_contiguous(what: str) -> None:
     logits, target, shifts = torch.randn(N, V, device=DEVICE), target_with_ignored().to(DEVICE), torch.randn(V)
@@ -192,7 +198,7 @@ def test_memory_that_is_not_contiguous(what: str) -> None:
     torch.testing.assert_close(loss("triton"), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("_both_ways", "_alignments")
+@pytest.mark.usefixtures("_every_way", "_alignments")
 @pytest.mark.parametrize("how", ["fast", "buffered", "exact"])
 @pytest.mark.parametrize("function", ["sigsoftmax", "gss(k=0.5)"])
 def test_a_row_that_overflows_and_does_not_count(function: str, how: str) -> None:
@@ -262,7 +268,7 @@ def three_chunks(dtype: torch.dtype, components: int = 1) -> int:
     return 3 * components * V * dtype.itemsize
 
 
-@pytest.mark.usefixtures("_both_ways", "_alignments")
+@pytest.mark.usefixtures("_every_way", "_alignments")
 @pytest.mark.parametrize("how", ["fast", "buffered", "exact"])
 @pytest.mark.parametrize("label", ["sigsoftmax", "gss(k=0.5, c per class)"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.02}], ids=["plain", "options"])
@@ -272,7 +278,7 @@ def test_sums_of_the_weights_gradient(label: str, how: str, options: dict[str, A
     check(linear, linear_inputs(), dtype, label, target=target_with_ignored(), **options)
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("_every_way")
 @every_option
 @every_dtype
 def test_linear_cross_entropy(dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -309,7 +315,7 @@ def mixture(hidden: Tensor, prior: Tensor, matrix: Tensor, bias: Tensor, **optio
     return sigsoftmax.mixture_cross_entropy(hidden, prior, matrix, linear_bias=bias, **options)
 
 
-@pytest.mark.usefixtures("_both_ways", "_alignments")
+@pytest.mark.usefixtures("_every_way", "_alignments")
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -322,14 +328,14 @@ def test_mixture_cross_entropy(dtype: torch.dtype, options: dict[str, Any]) -> N
     check(mixture, inputs, dtype, target=target_with_ignored(), prior_function="sigsoftmax", **options)
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("_every_way")
 @pytest.mark.parametrize("components", [1, 3])
 def test_a_mixture_of_a_learned_member(components: int) -> None:
     inputs = [torch.randn(N, components, D), torch.randn(N, components), torch.randn(V, D), torch.randn(V)]
     check(mixture, inputs, torch.float32, "gss(k=0.2)", target=target_with_ignored(), chunk_bytes=1000)
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("_every_way")
 @pytest.mark.parametrize("options", [{}, {"floor": 1e-8, "z_loss": 0.1, "reduction": "sum"}], ids=["plain", "options"])
 def test_a_mixture_with_masked_classes_and_components(options: dict[str, Any]) -> None:
     bias = torch.randn(V)
@@ -345,7 +351,7 @@ def test_a_mixture_with_masked_classes_and_components(options: dict[str, Any]) -
     assert (by_prior[4] == 0).all()
 
 
-@pytest.mark.usefixtures("_both_ways")
+@pytest.mark.usefixtures("_every_way")
 @pytest.mark.parametrize("floor", [0.0, 1e-8])
 def test_the_loss_of_a_target_that_no_component_allows(floor: float) -> None:
     bias = torch.zeros(V, device=DEVICE)

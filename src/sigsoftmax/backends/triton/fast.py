@@ -67,14 +67,6 @@ def _shift(anchor, scale):
 
 
 @triton.jit
-def _row_offset(reference, alpha, c, IS_SIG: tl.constexpr):
-    if IS_SIG:
-        return reference + tl.minimum(reference - c, 0.0)
-    else:
-        return alpha * reference
-
-
-@triton.jit
 def _powers(pointer, start, anchor, scale, shift, V, IS_EASY: tl.constexpr, LANES: tl.constexpr, POLICY: tl.constexpr):
     """exp(alpha (z - anchor)) of a tile; for an easy row 2^residual times that, with one rounding and one operation."""
     z = _tile(pointer, start, V, LANES, POLICY)
@@ -228,6 +220,94 @@ def _measured_row(pointer, anchor, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.
 
 
 @triton.jit
+def measured(pointer, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """(sum g / e^offset, anchor) of a row."""
+    anchor = tl.max(_tile(pointer, 0, V, LANES, "evict_last"), 0)
+    total, anchor = _measured_row(pointer, anchor, alpha, c, V, IS_SIG, LANES)
+    if not ((total >= SMALLEST_SUM) & (total <= LARGEST_SUM)):
+        total, anchor = _measured_row(pointer, _largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
+    return total, anchor
+
+
+@triton.jit
+def row_offset(anchor, alpha, c, IS_SIG: tl.constexpr):
+    if IS_SIG:
+        return anchor + tl.minimum(anchor - c, 0.0)
+    else:
+        return alpha * anchor
+
+
+@triton.jit
+def gap_of(z, anchor, alpha, c, IS_SIG: tl.constexpr):
+    """log g of a logit, less the offset of its row."""
+    gap = (z - anchor) * alpha
+    if IS_SIG:
+        # The line left of the bend is taken from the gap, as in the form's ``relative``.
+        x = z - c
+        tail = -tl.log(1.0 + tl.exp(-tl.abs(x)))
+        line = tl.where(anchor > c, tl.minimum(x, 0.0), tl.minimum(z - anchor, c - anchor))
+        gap = gap + line + tail
+    # -inf is a mask: inf - inf must not come of it.
+    return tl.where(z == -float("inf"), z, gap)
+
+
+@triton.jit
+def write_gradient(
+    pointer,
+    out_pointer,
+    total,
+    anchor,
+    by_normalizer,
+    by_target,
+    y,
+    z_y,
+    has_target,
+    alpha,
+    c,
+    V,
+    IS_SIG: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The gradient of a row; with a target ``y`` of logit ``z_y``, where ``has_target``."""
+    # 1 - y^2 has an absolute error of 6e-8, which a result of 16 bits does not show where it matters.
+    IS_ROUGH: tl.constexpr = out_pointer.dtype.element_ty.primitive_bitwidth == 16
+    scale = alpha * forms.LOG2_E
+    if (by_normalizer == 0) & (by_target == 0):
+        for start in range(0, V, LANES):
+            _store(out_pointer, start, tl.zeros([LANES], tl.float32), V, LANES)
+    else:
+        factor = by_normalizer / total * alpha
+        a, b = _bend(anchor, c, IS_SIG)
+        if _is_easy(anchor, scale, c, IS_SIG) & ((not IS_SIG) or (IS_ROUGH & (factor > 0))):
+            shift, residual = _shift(anchor, scale)
+            grown = tl.exp2(residual)
+            _gradient_row(
+                pointer, out_pointer, anchor, scale, shift, a, b * grown, factor / grown, V, IS_SIG, True, LANES
+            )
+        else:
+            _gradient_row(pointer, out_pointer, anchor, scale, 0.0, a, b, factor, V, IS_SIG, False, LANES)
+        if HAS_INDEX:
+            u = tl.exp2((z_y - anchor) * scale)
+            slope = alpha + 0.0 * u
+            at_target = factor * u
+            if IS_SIG:
+                q = u / (a * u + b)
+                at_target = (u * q) * (2.0 * factor - factor * a * q)
+                slope = 2.0 - forms.sigmoid(z_y - c)
+            slope = tl.where(z_y == -float("inf"), 1.0, slope)
+            # Every thread of the block has stored its tiles before the target is put right.
+            tl.debug_barrier()
+            by_y = (at_target + by_target * slope).to(out_pointer.dtype.element_ty)
+            tl.store(out_pointer + y, by_y, mask=has_target)
+
+
+@triton.jit
+def row_at(pointer, row, stride):
+    return pointer + (tl.full((), 1, tl.int64) * row) * stride
+
+
+@triton.jit
 def rows_kernel(
     logits,
     out,
@@ -255,34 +335,25 @@ def rows_kernel(
     LANES: tl.constexpr,
 ):
     """Measure rows, write their gradient, or both. ``out`` may be ``logits``."""
-    scale = alpha * forms.LOG2_E
     for row in range(tl.program_id(0), R, tl.num_programs(0)):
-        pointer = logits + (tl.full((), 1, tl.int64) * row) * logits_stride
+        pointer = row_at(logits, row, logits_stride)
+        y = tl.full((), 0, tl.int64)
+        z_y = tl.full((), 0.0, tl.float32)
+        has_target = y == 0
         if HAS_INDEX:
             # A range of classes need not hold the target.
             y = tl.load(index + row // rows_of_target) - first_class
             has_target = (y >= 0) & (y < V)
             z_y = tl.load(pointer + y, mask=has_target, other=0.0).to(tl.float32)
         if STATS:
-            anchor = tl.max(_tile(pointer, 0, V, LANES, "evict_last"), 0)
-            total, anchor = _measured_row(pointer, anchor, alpha, c, V, IS_SIG, LANES)
-            if not ((total >= SMALLEST_SUM) & (total <= LARGEST_SUM)):
-                total, anchor = _measured_row(pointer, _largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
-            offset = _row_offset(anchor, alpha, c, IS_SIG)
+            total, anchor = measured(pointer, alpha, c, V, IS_SIG, LANES)
+            offset = row_offset(anchor, alpha, c, IS_SIG)
             normalizer = tl.log(total)
             tl.store(anchor_R + row, anchor)
             tl.store(offset_R + row, offset)
             tl.store(normalizer_R + row, normalizer)
             if HAS_INDEX:
-                gap = (z_y - anchor) * alpha
-                if IS_SIG:
-                    # The line left of the bend is taken from the gap, as in the form's ``relative``.
-                    x = z_y - c
-                    tail = -tl.log(1.0 + tl.exp(-tl.abs(x)))
-                    line = tl.where(anchor > c, tl.minimum(x, 0.0), tl.minimum(z_y - anchor, c - anchor))
-                    gap = gap + line + tail
-                # -inf is a mask: inf - inf must not come of it.
-                tl.store(target_R + row, tl.where(z_y == -float("inf"), z_y, gap))
+                tl.store(target_R + row, gap_of(z_y, anchor, alpha, c, IS_SIG))
         else:
             anchor = tl.load(anchor_R + row)
             offset = tl.load(offset_R + row)
@@ -296,44 +367,21 @@ def rows_kernel(
             by_s = tl.full((), 0.0, tl.float32)
             if HAS_INDEX:
                 by_s = tl.load(by_target + row)
-            is_unused = (by_n == 0) & (by_s == 0)
-            # 1 - y^2 has an absolute error of 6e-8, which a result of 16 bits does not show where it matters.
-            IS_ROUGH: tl.constexpr = out.dtype.element_ty.primitive_bitwidth == 16
-            target_pointer = out + (tl.full((), 1, tl.int64) * row) * out_stride
-            factor = by_n / total * alpha
-            if is_unused:
-                for start in range(0, V, LANES):
-                    _store(target_pointer, start, tl.zeros([LANES], tl.float32), V, LANES)
-            else:
-                a, b = _bend(anchor, c, IS_SIG)
-                if _is_easy(anchor, scale, c, IS_SIG) & ((not IS_SIG) or (IS_ROUGH & (factor > 0))):
-                    shift, residual = _shift(anchor, scale)
-                    grown = tl.exp2(residual)
-                    _gradient_row(
-                        pointer,
-                        target_pointer,
-                        anchor,
-                        scale,
-                        shift,
-                        a,
-                        b * grown,
-                        factor / grown,
-                        V,
-                        IS_SIG,
-                        True,
-                        LANES,
-                    )
-                else:
-                    _gradient_row(pointer, target_pointer, anchor, scale, 0.0, a, b, factor, V, IS_SIG, False, LANES)
-                if HAS_INDEX:
-                    u = tl.exp2((z_y - anchor) * scale)
-                    slope = alpha + 0.0 * u
-                    at_target = factor * u
-                    if IS_SIG:
-                        q = u / (a * u + b)
-                        at_target = (u * q) * (2.0 * factor - factor * a * q)
-                        slope = 2.0 - forms.sigmoid(z_y - c)
-                    slope = tl.where(z_y == -float("inf"), 1.0, slope)
-                    # Every thread of the block has stored its tiles before the target is put right.
-                    tl.debug_barrier()
-                    tl.store(target_pointer + y, (at_target + by_s * slope).to(out.dtype.element_ty), mask=has_target)
+            out_pointer = row_at(out, row, out_stride)
+            write_gradient(
+                pointer,
+                out_pointer,
+                total,
+                anchor,
+                by_n,
+                by_s,
+                y,
+                z_y,
+                has_target,
+                alpha,
+                c,
+                V,
+                IS_SIG,
+                HAS_INDEX,
+                LANES,
+            )

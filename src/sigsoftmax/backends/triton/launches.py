@@ -14,7 +14,43 @@ import torch
 import triton
 from torch import Tensor
 
+ALIGNMENT = 16
+"""bytes; Triton compiles a kernel anew where a pointer is not a multiple"""
 _compiled: dict[tuple[Any, ...], Any] = {}
+
+
+class Launch:
+    """``kernel[(programs,)](*tensors, *numbers, **constants, **options)``, for tensors of one kind.
+
+    They always have the same dtypes and the same device, and so can be told apart from those of another kind by where
+    they lie alone.
+    """
+
+    __slots__ = ("_aligned", "_arguments", "_device", "constants", "kernel", "numbers", "options", "programs")
+
+    def __init__(
+        self, kernel: Any, programs: int, numbers: Sequence[float], constants: dict[str, Any], **options: Any
+    ) -> None:
+        """``numbers`` and ``constants`` in the order of the kernel's signature."""
+        self.kernel, self.programs, self.numbers = kernel, programs, numbers
+        self.constants, self.options = constants, options
+        self._aligned: Any = None
+        self._arguments = (*numbers, *constants.values())
+        self._device = -1
+
+    def __call__(self, *tensors: Tensor) -> None:
+        compiled = self._aligned
+        if compiled is not None:
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            misaligned = 0
+            for pointer in pointers:
+                misaligned |= pointer
+            if misaligned % ALIGNMENT == 0 and self._device == torch.cuda.current_device() and not _has_hooks():
+                _run(compiled, self.programs, self._device, pointers, self._arguments)
+                return
+        compiled, is_aligned = _launch(self.kernel, self.programs, tensors, self.numbers, self.constants, self.options)
+        if is_aligned:
+            self._aligned, self._device = compiled, tensors[0].get_device()
 
 
 def launch(
@@ -25,36 +61,35 @@ def launch(
     constants: dict[str, Any],
     **options: Any,
 ) -> None:
-    """``kernel[(programs,)](*tensors, *numbers, **constants, **options)``, in the order of the signature."""
+    """A :class:`Launch` that is made but once."""
+    _launch(kernel, programs, tensors, numbers, constants, options)
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[Any, bool]:
+    """The compiled kernel (None by the interpreter), and whether all pointers are aligned."""
     device = tensors[0].get_device()
     pointers = [tensor.data_ptr() for tensor in tensors]
+    alignments = [pointer % ALIGNMENT == 0 for pointer in pointers]
     key = (
         id(kernel),
         device,
         *[tensor.dtype for tensor in tensors],
-        *[pointer % 16 == 0 for pointer in pointers],
+        *alignments,
         *[_specialized(number) for number in numbers],
         *constants.values(),
         *options.values(),
     )
     compiled = _compiled.get(key)
     if compiled is not None and device == torch.cuda.current_device() and not _has_hooks():
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        compiled.run(
-            programs,
-            1,
-            1,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *pointers,
-            *numbers,
-            *constants.values(),
-        )
-        return
+        _run(compiled, programs, device, pointers, (*numbers, *constants.values()))
+        return compiled, all(alignments)
     names = tuple(kernel.arg_names[len(tensors) + len(numbers) :])
     assert tuple(constants) == names, f"constants are {tuple(constants)}, those of the kernel are {names}"
     # Triton launches on the current device, which need not be that of the tensors.
@@ -63,6 +98,16 @@ def launch(
     # The interpreter compiles nothing.
     if compiled is not None:
         _compiled[key] = compiled
+    return compiled, all(alignments)
+
+
+def _run(compiled: Any, programs: int, device: int, pointers: Sequence[int], arguments: Sequence[Any]) -> None:
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    compiled.run(
+        *(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None),
+        *pointers,
+        *arguments,
+    )
 
 
 def _has_hooks() -> bool:

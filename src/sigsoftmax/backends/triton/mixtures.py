@@ -25,6 +25,26 @@ from sigsoftmax.forms import Form
 
 
 @triton.jit
+def mixed(log_prior, log_f, inside, floor, HAS_FLOOR: tl.constexpr):
+    """(log p of the target with the floor, what each component answers for in it)."""
+    joint = tl.where(inside, log_prior + log_f, -float("inf"))
+    top = tl.max(joint, 1)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    shares = tl.exp(joint - top[:, None])
+    total = tl.sum(shares, 1)
+    log_p = top + tl.log(total)
+    # Where all components are masked there is none to answer for the target.
+    share = tl.where(log_p[:, None] == -float("inf"), 0.0, shares / total[:, None])
+    floored = log_p
+    if HAS_FLOOR:
+        log_floor = tl.log(floor)
+        higher = tl.maximum(log_p, log_floor)
+        floored = higher + tl.log(tl.exp(log_p - higher) + tl.exp(log_floor - higher))
+        share *= tl.exp(log_p - floored)[:, None]
+    return floored, share
+
+
+@triton.jit
 def mixture_kernel(
     target,
     class_weight,
@@ -63,21 +83,8 @@ def mixture_kernel(
     log_sum = n + tl.load(offset + position, mask=inside, other=0.0)
     tl.store(log_normalizer + position, log_sum, mask=inside)
     prior = tl.load(log_prior + position, mask=inside, other=-float("inf"))
-    joint = prior + (tl.load(at_target + position, mask=inside, other=0.0) - n)
-    joint = tl.where(inside, joint, -float("inf"))
-    top = tl.max(joint, 1)
-    top = tl.where(top == -float("inf"), 0.0, top)
-    shares = tl.exp(joint - top[:, None])
-    total = tl.sum(shares, 1)
-    log_p = top + tl.log(total)
-    # Where all components are masked there is none to answer for the target.
-    share = tl.where(log_p[:, None] == -float("inf"), 0.0, shares / total[:, None])
-    floored = log_p
-    if HAS_FLOOR:
-        log_floor = tl.log(floor)
-        higher = tl.maximum(log_p, log_floor)
-        floored = higher + tl.log(tl.exp(log_p - higher) + tl.exp(log_floor - higher))
-        share *= tl.exp(log_p - floored)[:, None]
+    gap = tl.load(at_target + position, mask=inside, other=0.0) - n
+    floored, share = mixed(prior, gap, inside, floor, HAS_FLOOR)
     loss = -floored
     if HAS_WEIGHT:
         weight = tl.load(class_weight + y, mask=is_kept, other=0.0)

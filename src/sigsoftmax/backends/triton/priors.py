@@ -23,6 +23,33 @@ TILE = 1024
 
 
 @triton.jit
+def _anchored(z):
+    """(anchor of each row, z without masks); a mask is -inf."""
+    anchor = tl.max(z, 1)[:, None]
+    anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+    return anchor, tl.where(z != -float("inf"), z, anchor)
+
+
+@triton.jit
+def log_prior_of(z, alpha, beta, c, FORM: tl.constexpr):
+    """log f of rows of logits."""
+    anchor, safe_z = _anchored(z)
+    value = tl.where(z != -float("inf"), forms.relative(safe_z, anchor, alpha, beta, c, c, FORM), z)
+    # The largest logit need not have the largest phi.
+    top = tl.max(value, 1)[:, None]
+    top = tl.where(top == -float("inf"), 0.0, top)
+    return value - (top + tl.log(tl.sum(tl.exp(value - top), 1)[:, None]))
+
+
+@triton.jit
+def by_prior_logits(z, log_f, by_log_f, alpha, beta, c, FORM: tl.constexpr):
+    """The gradient of the logits, given that of log f; outside the row both are masked."""
+    _, safe_z = _anchored(z)
+    by_phi = by_log_f - tl.exp(log_f) * tl.sum(by_log_f, 1)[:, None]
+    return by_phi * tl.where(z != -float("inf"), forms.slope(safe_z, alpha, beta, c, FORM), 1.0)
+
+
+@triton.jit
 def log_prior_kernel(
     logits,
     log_prior,
@@ -44,23 +71,13 @@ def log_prior_kernel(
     inside = (token < N) & (component < K)
     position = token * K + component
     z = tl.load(logits + position, mask=inside, other=-float("inf")).to(tl.float32)
-    is_kept = z != -float("inf")
-    anchor = tl.max(z, 1)[:, None]
-    anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
-    safe_z = tl.where(is_kept, z, anchor)
     if BACKWARD:
         log_f = tl.load(log_prior + position, mask=inside, other=-float("inf"))
         by_log_f = tl.load(by_log_prior + position, mask=inside, other=0.0).to(tl.float32)
-        by_phi = by_log_f - tl.exp(log_f) * tl.sum(by_log_f, 1)[:, None]
-        slope = tl.where(is_kept, forms.slope(safe_z, alpha, beta, c, FORM), 1.0)
-        tl.store(out + position, (by_phi * slope).to(out.dtype.element_ty), mask=inside)
+        by_z = by_prior_logits(z, log_f, by_log_f, alpha, beta, c, FORM)
+        tl.store(out + position, by_z.to(out.dtype.element_ty), mask=inside)
     else:
-        value = tl.where(is_kept, forms.relative(safe_z, anchor, alpha, beta, c, c, FORM), z)
-        # The largest logit need not have the largest phi.
-        top = tl.max(value, 1)[:, None]
-        top = tl.where(top == -float("inf"), 0.0, top)
-        normalizer = top + tl.log(tl.sum(tl.exp(value - top), 1)[:, None])
-        tl.store(out + position, value - normalizer, mask=inside)
+        tl.store(out + position, log_prior_of(z, alpha, beta, c, FORM), mask=inside)
 
 
 def _launch(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
 from sigsoftmax.backends.triton import fast, forms, general
-from sigsoftmax.backends.triton.launches import launch
+from sigsoftmax.backends.triton.launches import Launch, launch
 from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors
 from sigsoftmax.forms import Form
 
@@ -57,10 +57,8 @@ class TritonRows:
         ]
         self.per_class = len(self.arguments) == 3 and self.arguments[2].ndim == 1
         self.centre = self.pointers[2].float().mean() if self.per_class and self.pointers[2] is not None else None
-        alpha, beta, c = (*self.values, None, None)[:3]
-        self.is_softmax = form.name == "logistic" and beta == 0.0 and alpha is not None
-        self.is_sigsoftmax = form.name == "logistic" and alpha == beta == 1.0 and c is not None
-        self.is_fast = (self.is_softmax or self.is_sigsoftmax) and not needs_arguments
+        self.is_sigsoftmax = is_sigsoftmax(form, self.values)
+        self.is_fast = (is_softmax(form, self.values) or self.is_sigsoftmax) and not needs_arguments
         self._sums: list[Tensor] = []
         if needs_arguments:
             self._sums = [torch.zeros(a.shape, dtype=torch.float32, device=self.device) for a in self.arguments]
@@ -193,8 +191,12 @@ class TritonRows:
                 of_entropy if entropy else None,
             )
         if rows:
-            launch = self._launch_fast if self.is_fast and dense is None and not entropy else self._launch_general
-            launch(logits_RV, index_R, dense, stats, coefficients, z_slope_R, out_RV, measure, first_class)
+            if self.is_fast and dense is None and not entropy:
+                self._launch_fast(logits_RV, index_R, stats, coefficients, z_slope_R, out_RV, measure, first_class)
+            else:
+                self._launch_general(
+                    logits_RV, index_R, dense, stats, coefficients, z_slope_R, out_RV, measure, first_class
+                )
         if argmax and best is None:
             best = self._argmax(logits_RV)
         return stats._replace(argmax=best) if best is not None else stats
@@ -210,7 +212,6 @@ class TritonRows:
         self,
         logits_RV: Tensor,
         index_R: Tensor | None,
-        dense: Tensor | None,
         stats: RowStats,
         coefficients: RowCoefficients | None,
         z_slope_R: Tensor | None,
@@ -218,27 +219,50 @@ class TritonRows:
         measure: bool,
         first_class: int,
     ) -> None:
-        rows, classes = logits_RV.shape
         unused = stats.anchor
-        lanes, warps, per_processor = fast_shape(classes, logits_RV.element_size(), self.is_sigsoftmax)
+        has_gradient = coefficients is not None
+        launch = self.fast_launch(
+            logits_RV,
+            logits_RV if out_RV is None else out_RV,
+            has_index=index_R is not None,
+            has_z_slope=z_slope_R is not None,
+            measure=measure,
+            has_gradient=has_gradient,
+            first_class=first_class,
+        )
         launch(
+            logits_RV,
+            logits_RV if out_RV is None else out_RV,
+            unused if index_R is None else index_R,
+            unused if coefficients is None else coefficients.normalizer,
+            unused if coefficients is None or coefficients.target is None else coefficients.target,
+            unused if z_slope_R is None else z_slope_R,
+            stats.anchor,
+            stats.offset,
+            stats.normalizer,
+            unused if stats.target is None else stats.target,
+        )
+
+    def fast_launch(
+        self,
+        logits_RV: Tensor,
+        out_RV: Tensor,
+        *,
+        has_index: bool,
+        has_z_slope: bool,
+        measure: bool,
+        has_gradient: bool,
+        first_class: int = 0,
+    ) -> Launch:
+        """For logits and a gradient of these shapes."""
+        rows, classes = logits_RV.shape
+        lanes, warps, per_processor = fast_shape(classes, logits_RV.element_size(), self.is_sigsoftmax)
+        return Launch(
             fast.rows_kernel,
             min(rows, per_processor * multiprocessors(self.device)),
             (
-                logits_RV,
-                logits_RV if out_RV is None else out_RV,
-                unused if index_R is None else index_R,
-                unused if coefficients is None else coefficients.normalizer,
-                unused if coefficients is None or coefficients.target is None else coefficients.target,
-                unused if z_slope_R is None else z_slope_R,
-                stats.anchor,
-                stats.offset,
-                stats.normalizer,
-                unused if stats.target is None else stats.target,
-            ),
-            (
                 logits_RV.stride(0),
-                logits_RV.stride(0) if out_RV is None else out_RV.stride(0),
+                out_RV.stride(0),
                 rows,
                 classes,
                 self.rows_of_target,
@@ -248,10 +272,10 @@ class TritonRows:
             ),
             {
                 "IS_SIG": self.is_sigsoftmax,
-                "HAS_INDEX": index_R is not None,
-                "HAS_Z_SLOPE": z_slope_R is not None,
+                "HAS_INDEX": has_index,
+                "HAS_Z_SLOPE": has_z_slope,
                 "STATS": measure,
-                "GRADIENT": coefficients is not None,
+                "GRADIENT": has_gradient,
                 "LANES": lanes,
             },
             num_warps=warps,
@@ -400,6 +424,16 @@ class TritonRows:
         pointers = [*self.pointers, None, None][:3]
         names = ("ALPHA_IS_POINTER", "BETA_IS_POINTER", "C_IS_POINTER")
         return {name: p is not None for name, p in zip(names, pointers, strict=True)}
+
+
+def is_softmax(form: Form, values: Sequence[float | None]) -> bool:
+    """Whether it is softmax of any temperature, given the values of its arguments (None: not fixed)."""
+    return form.name == "logistic" and values[1] == 0.0 and values[0] is not None
+
+
+def is_sigsoftmax(form: Form, values: Sequence[float | None]) -> bool:
+    """Whether it is sigsoftmax with any shift."""
+    return form.name == "logistic" and values[0] == values[1] == 1.0 and values[2] is not None
 
 
 def fixed_values(arguments: Sequence[Tensor]) -> tuple[float, ...] | None:

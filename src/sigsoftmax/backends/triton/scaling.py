@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sigsoftmax.backends.triton.launches import launch
+from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.shapes import multiprocessors
 
 MOST = 5
@@ -41,12 +42,21 @@ def scale_kernel(factor, a, b, c, d, e, a_size, b_size, c_size, d_size, e_size, 
         _scale(e, e_size, scale, BLOCK)
 
 
+class Scaling:
+    """``tensor *= factor`` for contiguous tensors of these sizes, :data:`MOST` at most; free if the factor is 1."""
+
+    __slots__ = ("_absent", "_launch")
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self._absent = MOST - len(sizes)
+        programs = min(-(-max(sizes) // BLOCK), 8 * multiprocessors(device))
+        sizes = (*sizes, *[0] * self._absent)
+        self._launch = Launch(scale_kernel, programs, sizes, {"BLOCK": BLOCK}, num_warps=8) if programs else None
+
+    def __call__(self, tensors: Sequence[Tensor], factor: Tensor) -> None:
+        if self._launch is not None:
+            self._launch(factor, *tensors, *[factor] * self._absent)
+
+
 def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """``tensor *= factor`` for contiguous tensors, :data:`MOST` at most; free if the factor is 1."""
-    largest = max(tensor.numel() for tensor in tensors)
-    if largest:
-        absent = MOST - len(tensors)
-        pointers = [*tensors, *[factor] * absent]
-        sizes = [*(tensor.numel() for tensor in tensors), *[0] * absent]
-        programs = min(-(-largest // BLOCK), 8 * multiprocessors(factor.device))
-        launch(scale_kernel, programs, (factor, *pointers), sizes, {"BLOCK": BLOCK}, num_warps=8)
+    Scaling([tensor.numel() for tensor in tensors], factor.device)(tensors, factor)

@@ -1,0 +1,253 @@
+"""The loss of few tokens, where preparing launches takes the host longer than the kernels take the GPU.
+
+Softmax and sigsoftmax, class indices, a mean or a sum, all logits at once: one kernel makes of the logits the loss and
+their gradient. What there is to decide is decided once for all calls alike.
+
+Shapes: N tokens, V classes, d features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sigsoftmax.backends.gradients import not_differentiable_again, times
+from sigsoftmax.backends.sources import row_alignment
+from sigsoftmax.backends.triton import fast
+from sigsoftmax.backends.triton.launches import Launch
+from sigsoftmax.backends.triton.rows import fixed_values, is_sigsoftmax, is_softmax
+from sigsoftmax.backends.triton.scaling import Scaling
+from sigsoftmax.backends.triton.shapes import fast_shape, multiprocessors
+from sigsoftmax.forms import Form
+
+MOST_TOKENS = 2048
+"""Every program counts the targets of all tokens."""
+BLOCK = 512
+"""targets that it counts at a time"""
+CHECKED = {"debug": True, "sanitize_overflow": False}
+"""Options of kernels that check targets: asserts, but not of every sum of integers."""
+
+
+@triton.jit
+def token_scale(target, N, ignore_index, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """What a token that is not ignored counts in the sum or the mean; inf where there is none."""
+    if IS_MEAN:
+        kept = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, N, BLOCK):
+            position = start + tl.arange(0, BLOCK)
+            kept += (tl.load(target + position, mask=position < N, other=ignore_index) != ignore_index).to(tl.int32)
+        return 1.0 / tl.sum(kept, 0).to(tl.float32)
+    else:
+        return tl.full((), 1.0, tl.float32)
+
+
+@triton.jit
+def add_up(shares, total, N, programs, BLOCK: tl.constexpr):
+    """The program that comes last of so many adds what all tokens have, always in the same order.
+
+    ``shares`` has a number more than tokens, which counts the programs that are done; it begins at 0.
+    """
+    # All threads have stored what they share before one of them says so.
+    tl.debug_barrier()
+    done = (shares + N).to(tl.pointer_type(tl.int32))
+    if tl.atomic_add(done, 1) == programs - 1:
+        sums = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, N, BLOCK):
+            position = start + tl.arange(0, BLOCK)
+            # Not from a cache of this multiprocessor: others have stored them.
+            sums += tl.load(shares + position, mask=position < N, other=0.0, cache_modifier=".cg")
+        tl.store(total, tl.sum(sums, 0).to(total.dtype.element_ty))
+
+
+@triton.jit
+def loss_kernel(
+    logits,
+    out,
+    target,
+    shares,
+    total,
+    N,
+    V,
+    alpha,
+    c,
+    ignore_index,
+    z_loss,
+    IS_SIG: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum or the mean of all losses, and its gradient.
+
+    For few tokens: every program counts the targets of all of them. The mean of no token is NaN.
+    """
+    scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
+    for row in range(tl.program_id(0), N, tl.num_programs(0)):
+        pointer = fast.row_at(logits, row, V)
+        y = tl.load(target + row)
+        is_kept = y != ignore_index
+        tl.device_assert((not is_kept) | ((y >= 0) & (y < V)), "target out of range; see SIGSOFTMAX_CHECK=1")
+        y = tl.where(is_kept, y, 0)
+        z_y = tl.load(pointer + y).to(tl.float32)
+        row_sum, anchor = fast.measured(pointer, alpha, c, V, IS_SIG, LANES)
+        normalizer = tl.log(row_sum)
+        loss = normalizer - fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
+        by_n = scale
+        if HAS_Z_LOSS:
+            log_sum = fast.row_offset(anchor, alpha, c, IS_SIG) + normalizer
+            loss += z_loss * log_sum * log_sum
+            by_n += 2.0 * z_loss * scale * log_sum
+        share = tl.where(is_kept, scale * loss, 0.0)
+        tl.store(shares + row, tl.where(scale == float("inf"), float("nan"), share))
+        by_n = tl.where(is_kept, by_n, 0.0)
+        by_s = tl.where(is_kept, -scale, 0.0)
+        out_pointer = fast.row_at(out, row, V)
+        fast.write_gradient(
+            pointer, out_pointer, row_sum, anchor, by_n, by_s, y, z_y, is_kept, alpha, c, V, IS_SIG, True, LANES
+        )
+    add_up(shares, total, N, tl.num_programs(0), BLOCK)
+
+
+class Plan(Protocol):
+    """A loss of which everything is decided but the values of its tensors."""
+
+    @property
+    def scale(self) -> Scaling:
+        """Multiplies the gradients."""
+
+    def compute(self, *tensors: Any) -> tuple[Any, ...]:
+        """The loss, and the gradients of all tensors but the last, which are the targets."""
+
+
+def loss_by(plan: Plan, *tensors: Tensor | None) -> Tensor:
+    return _FewTokensLoss.apply(plan, *tensors)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class FewTokens:
+    """A plan for logits that are given, or the product of an input and a weight."""
+
+    tokens: int
+    needs: tuple[bool, ...]
+    """whether input, weight and bias want a gradient"""
+    scale: Scaling
+    launch: Launch
+
+    def compute(
+        self, input: Tensor, weight_Vd: Tensor | None, bias_V: Tensor | None, target: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """``input`` is (..., d), or the logits (..., V) if there is no weight."""
+        rows_Nd = input if input.ndim == 2 else input.view(self.tokens, input.shape[-1])
+        if weight_Vd is None:
+            logits_NV, by_logits_NV = rows_Nd, torch.empty_like(rows_Nd)
+        elif bias_V is None:
+            logits_NV = by_logits_NV = torch.mm(rows_Nd, weight_Vd.t())
+        else:
+            logits_NV = by_logits_NV = torch.addmm(bias_V, rows_Nd, weight_Vd.t())
+        shares = torch.zeros(self.tokens + 1, dtype=torch.float32, device=input.device)
+        total = input.new_empty(())
+        self.launch(logits_NV, by_logits_NV, target, shares, total)
+        by_input = by_weight = by_bias = None
+        needs_input, needs_weight, needs_bias = self.needs
+        if needs_input:
+            by_rows = by_logits_NV if weight_Vd is None else torch.mm(by_logits_NV, weight_Vd)
+            by_input = by_rows if input.ndim == 2 else by_rows.view(input.shape)
+        if needs_weight:
+            by_weight = torch.mm(by_logits_NV.t(), rows_Nd)
+        if needs_bias:
+            by_bias = by_logits_NV.sum(0)
+        return total, by_input, by_weight, by_bias
+
+
+class _FewTokensLoss(torch.autograd.Function):
+    """By a plan, of tensors of which the last, the targets, has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
+        total, *gradients = plan.compute(*tensors)
+        # The loss itself leads a second derivative to the inputs.
+        ctx.save_for_backward(total, *gradients)
+        ctx.scale = plan.scale
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *by_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        by_total = by_outputs[0]
+        total, *stored = ctx.saved_tensors
+        scaled = iter(times([t for t in stored if t is not None], by_total, ctx.scale))
+        gradients = tuple(None if t is None else next(scaled) for t in stored)
+        return None, *not_differentiable_again(gradients, (by_total, total)), None
+
+
+def needed(tensors: Sequence[Tensor | None]) -> tuple[bool, ...]:
+    """Which of them want a gradient."""
+    return tuple(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def scaling_of(tensors: Sequence[Tensor | None]) -> Scaling:
+    """For the gradients of those that want one."""
+    wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    return Scaling([tensor.numel() for tensor in wanted], wanted[0].device)
+
+
+def fits(form: Form, arguments: Sequence[Tensor], tokens: int) -> bool:
+    """Whether there are kernels for so many tokens and for this output function."""
+    values = fixed_values(arguments)
+    is_fast = values is not None and (is_softmax(form, values) or is_sigsoftmax(form, values))
+    return is_fast and 0 < tokens <= MOST_TOKENS
+
+
+def is_simple(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether kernels can take them as they are."""
+    return all(t.dtype == dtype and t.is_contiguous() and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+
+
+def plan_of(
+    form: Form,
+    arguments: Sequence[Tensor],
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    target: Tensor,
+    *,
+    is_mean: bool,
+    ignore_index: int,
+    z_loss: float,
+    chunk_bytes: int,
+) -> FewTokens | None:
+    """How to compute the loss of few tokens; None where that is not the way."""
+    tokens, classes = target.numel(), input.shape[-1] if weight is None else weight.shape[0]
+    present = [t for t in (input, weight, bias) if t is not None]
+    if (
+        not fits(form, arguments, tokens)
+        or not (is_simple(present, input.dtype) and is_simple([target], torch.int64))
+        or not any(needed(present))
+        or (weight is not None and classes % row_alignment(input.device))
+        or (weight is not None and tokens * classes * input.element_size() > chunk_bytes)
+    ):
+        return None
+    values = fixed_values(arguments)
+    assert values is not None
+    alpha, _, c = values
+    is_sig = is_sigsoftmax(form, values)
+    lanes, warps, per_processor = fast_shape(classes, input.element_size(), is_sig)
+    return FewTokens(
+        tokens=tokens,
+        needs=needed((input, weight, bias)),
+        scale=scaling_of((input, weight, bias)),
+        launch=Launch(
+            loss_kernel,
+            min(tokens, per_processor * multiprocessors(input.device)),
+            (tokens, classes, alpha, c, ignore_index, z_loss),
+            {"IS_SIG": is_sig, "IS_MEAN": is_mean, "HAS_Z_LOSS": z_loss != 0, "LANES": lanes, "BLOCK": BLOCK},
+            num_warps=warps,
+            **CHECKED,
+        ),
+    )

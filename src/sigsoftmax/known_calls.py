@@ -1,0 +1,71 @@
+"""Losses of few tokens that were computed before with tensors of the same kind: nothing is checked or decided again.
+
+Such a loss takes a GPU less time than its checks take Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from sigsoftmax import validation
+from sigsoftmax.backends import dispatch
+
+if TYPE_CHECKING:
+    from sigsoftmax.backends.triton.few import Plan
+
+MOST_KNOWN = 1024
+Key = tuple[Any, ...]
+_known: dict[Key, tuple[Plan | None, dispatch.Decision | None]] = {}
+
+
+def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | None:
+    """All that decisions about a call depend on; None where they depend on more, or another way is known to be it.
+
+    ``tensors`` begin with the input and end with the targets.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return None
+    # True equals 1, and may be an error where that is none.
+    parts = [os.environ.get(dispatch.ENVIRONMENT_VARIABLE), *options, *map(type, options)]
+    for tensor in tensors:
+        if tensor is None:
+            parts.append(None)
+            continue
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or dispatch.is_wrapped(tensor):
+            return None
+        parts += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_contiguous())
+    input = tensors[0]
+    if input is None or validation.wants_messages(input.device) or torch.is_autocast_enabled(input.device.type):
+        return None
+    key = tuple(parts)
+    try:
+        known = _known.get(key)
+    except TypeError:
+        # An option that cannot be one of a known call.
+        return None
+    return None if known is not None and known[0] is None else key
+
+
+def loss_of(key: Key, tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The loss, if such a call is known."""
+    plan, decision = _known.get(key, (None, None))
+    if plan is None or decision is None:
+        return None
+    from sigsoftmax.backends.triton import few
+
+    dispatch.recall(decision)
+    return few.loss_by(plan, *tensors)
+
+
+def learn(key: Key, plan: Plan | None, tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The loss by a plan, by which such calls are computed from now on; without one, in another way."""
+    if len(_known) >= MOST_KNOWN:
+        _known.clear()
+    _known[key] = plan, dispatch.explain()
+    return loss_of(key, tensors)

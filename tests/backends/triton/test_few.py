@@ -1,0 +1,290 @@
+"""Losses of few tokens: every call by a plan, against the reference in float64, and calls that have none.
+
+Shapes: N tokens, K components, V classes, d features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.backends.triton.device import DEVICE
+from tests.backends.triton.test_losses import DTYPES, check, cross_entropy, linear, mixture, strided
+from tests.tables import LEAST, gradients
+from torch import Tensor
+
+import sigsoftmax
+from sigsoftmax import OutputFunction, known_calls, validation
+from sigsoftmax.backends.triton import few
+
+N, K, V, D = 7, 3, 48, 5
+"""V is a multiple of what rows are aligned to."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "z-loss": {"z_loss": 0.05},
+    "ignored": {"ignore_index": 3},
+}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
+
+
+@pytest.fixture(autouse=True)
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[few.Plan]:
+    """The plans by which losses were computed."""
+    plans: list[few.Plan] = []
+    original = few.loss_by
+
+    def loss_by(plan: few.Plan, *tensors: Tensor | None) -> Tensor:
+        plans.append(plan)
+        return original(plan, *tensors)
+
+    monkeypatch.setattr(few, "loss_by", loss_by)
+    monkeypatch.setattr(known_calls, "_known", {})
+    monkeypatch.setattr(validation, "wants_messages", lambda device: False)
+    return plans
+
+
+def target() -> Tensor:
+    y = torch.randint(V, (N,))
+    y[::3] = -100
+    y[1] = 3
+    return y
+
+
+# Right results
+
+
+@every_dtype
+@every_option
+@pytest.mark.parametrize("member", ["softmax(alpha=1.5)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
+def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planned: list[few.Plan]) -> None:
+    y = target()
+    if "ignore_index" in options:
+        y[y == -100] = 3
+
+    def loss(logits: Tensor, function: OutputFunction, **options: Any) -> Any:
+        return cross_entropy(logits, function=member, **options)
+
+    check(loss, [3.0 * torch.randn(N, V)], dtype, target=y, **options)
+    assert len(planned) == 1
+
+
+@every_dtype
+@pytest.mark.parametrize("scale", [1.0, 40.0])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products(has_bias: bool, scale: float, dtype: torch.dtype, planned: list[few.Plan]) -> None:
+    inputs = [scale * torch.randn(N, D), torch.randn(V, D), torch.randn(V)]
+    if has_bias:
+        check(linear, inputs, dtype, target=target(), z_loss=0.01)
+    else:
+        check(sigsoftmax.linear_cross_entropy, inputs[:2], dtype, target=target())
+    assert len(planned) == 1
+
+
+@every_dtype
+@every_option
+@pytest.mark.parametrize("chunk_tokens", [N, 3, 1])
+def test_mixtures(chunk_tokens: int, options: dict[str, Any], dtype: torch.dtype, planned: list[few.Plan]) -> None:
+    y = target()
+    if "ignore_index" in options:
+        y[y == -100] = 3
+    inputs = [torch.randn(N, K, D), 2.0 * torch.randn(N, K), torch.randn(V, D), torch.randn(V)]
+    check(
+        mixture,
+        inputs,
+        dtype,
+        target=y,
+        prior_function="sigsoftmax",
+        chunk_bytes=chunk_tokens * K * V * dtype.itemsize,
+        weight_gradient="buffered",
+        **options,
+    )
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize("options", [{"floor": 1e-3}, {"weight_gradient": "fast"}], ids=["floor", "fast"])
+@pytest.mark.parametrize("prior", ["softmax", "gss(k=0.3)", "relu"])
+def test_mixtures_with_other_priors(prior: str, options: dict[str, Any], planned: list[few.Plan]) -> None:
+    inputs = [torch.randn(N, K, D), 2.0 * torch.randn(N, K), torch.randn(V, D), torch.randn(V)]
+    check(mixture, inputs, torch.float32, target=target(), prior_function=prior, **options)
+    assert len(planned) == 1
+
+
+def test_masks_and_rows_that_do_not_count(planned: list[few.Plan]) -> None:
+    logits = torch.randn(N, V)
+    logits[:, 5:9] = LEAST
+    logits[0] = torch.nan
+    y = target()
+    y[1:] = y[1:].where(~((y[1:] >= 5) & (y[1:] < 9)), torch.tensor(4))
+    _, (by_logits,) = check(cross_entropy, [logits], torch.float32, target=y)
+    assert (by_logits[0] == 0).all()
+    assert (by_logits[:, 5:9] == 0).all()
+    assert len(planned) == 1
+
+
+def test_leading_dimensions(planned: list[few.Plan]) -> None:
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
+        shaped = hidden.view(7, 1, D)
+        return sigsoftmax.linear_cross_entropy(shaped, weight, target.view(7, 1), **options)
+
+    check(loss, [torch.randn(N, D), torch.randn(V, D)], torch.float32, target=target())
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_token_counts(reduction: str, planned: list[few.Plan]) -> None:
+    hidden, prior, weight = leaves(N, K, D), leaves(N, K), leaves(V, D)
+    y = torch.full((N,), -100, device=DEVICE)
+    options: dict[str, Any] = {"function": "sigsoftmax", "reduction": reduction, **TRITON}
+    for loss in (
+        sigsoftmax.mixture_cross_entropy(hidden, prior, weight, y, **options),
+        sigsoftmax.linear_cross_entropy(hidden[:, 0].contiguous(), weight, y, **options),
+    ):
+        assert loss.isnan() if reduction == "mean" else loss == 0
+        for gradient in torch.autograd.grad(loss, [hidden, weight]):
+            assert (gradient == 0).all()
+    assert len(planned) == 2
+
+
+# The same call again
+
+TRITON: dict[str, Any] = {"backend": "triton"}
+
+
+def leaves(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(DEVICE, dtype).requires_grad_()
+
+
+def test_a_known_call_gives_the_same_bits_and_says_who_computed_it(planned: list[few.Plan]) -> None:
+    hidden, weight, y = leaves(N, D), leaves(V, D), target().to(DEVICE)
+
+    def results() -> list[Tensor]:
+        loss = sigsoftmax.linear_cross_entropy(hidden, weight, y, function="sigsoftmax", **TRITON)
+        return [loss.detach(), *torch.autograd.grad(loss, [hidden, weight])]
+
+    first = results()
+    sigsoftmax.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]), function="softmax", backend="reference")
+    for found, expected in zip(results(), first, strict=True):
+        assert torch.equal(found, expected)
+    decision = sigsoftmax.explain()
+    assert decision is not None
+    assert decision.backend == "triton"
+    assert len(planned) == 2
+    assert planned[0] is planned[1]
+
+
+def test_gradients_are_scaled_and_kept(planned: list[few.Plan]) -> None:
+    inputs = [leaves(N, K, D), leaves(N, K), leaves(V, D)]
+    loss = sigsoftmax.mixture_cross_entropy(*inputs, target().to(DEVICE), function="sigsoftmax", **TRITON)
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    half = torch.autograd.grad(0.5 * loss, inputs, retain_graph=True)
+    again = torch.autograd.grad(loss, inputs)
+    for a, b, c in zip(first, half, again, strict=True):
+        assert torch.equal(0.5 * a, b)
+        assert torch.equal(a, c)
+    assert planned
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_gradients_that_are_not_wanted(wanted: int, planned: list[few.Plan]) -> None:
+    inputs = [leaves(N, K, D), leaves(N, K), leaves(V, D), leaves(V)]
+    y = target().to(DEVICE)
+
+    def loss() -> Tensor:
+        hidden, prior, weight, bias = inputs
+        options: dict[str, Any] = {"function": "sigsoftmax", "linear_bias": bias, **TRITON}
+        return sigsoftmax.mixture_cross_entropy(hidden, prior, weight, y, **options)
+
+    expected = torch.autograd.grad(loss(), inputs)[wanted]
+    for i, tensor in enumerate(inputs):
+        tensor.requires_grad_(i == wanted)
+    (found,) = torch.autograd.grad(loss(), [inputs[wanted]])
+    assert torch.equal(found, expected)
+    assert len(planned) == 2
+
+
+def test_there_is_no_second_derivative(planned: list[few.Plan]) -> None:
+    logits = leaves(N, V)
+    loss = sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="sigsoftmax", **TRITON)
+    (by_logits,) = torch.autograd.grad(loss, [logits], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(by_logits.sum(), [logits])
+    assert planned
+
+
+# Calls that are computed in another way
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def other(name: str, value: Any) -> Change:
+    return lambda call: call.__setitem__(name, value)
+
+
+OTHERS: dict[str, Change] = {
+    "strided input": lambda call: call.update(input=strided(call["input"])),
+    "strided targets": lambda call: call.update(target=strided(call["target"])),
+    "other weights": lambda call: call.update(linear_weight=call["linear_weight"].half().float().double()),
+    "no gradient": lambda call: call.update(input=call["input"].detach(), linear_weight=call["linear_weight"].detach()),
+    "class weights": lambda call: call.update(weight=torch.ones(V, device=DEVICE)),
+    "token weights": lambda call: call.update(token_weights=torch.ones(N, device=DEVICE)),
+    "smoothing": other("label_smoothing", 0.1),
+    "none": other("reduction", "none"),
+    "extras": other("extras", ("argmax",)),
+    "a parameter in a tensor": other("function", OutputFunction("gss", k=torch.tensor(0.3))),
+    "another member": other("function", "gss(k=0.3)"),
+    "narrow targets": lambda call: call.update(target=call["target"].int()),
+    "chunks": other("chunk_bytes", V * 4 * 2),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_other_calls_are_not_planned(change: Change, planned: list[few.Plan]) -> None:
+    call: dict[str, Any] = {
+        "input": leaves(N, D),
+        "linear_weight": leaves(V, D),
+        "target": target().to(DEVICE),
+        "function": "sigsoftmax",
+    }
+    sigsoftmax.linear_cross_entropy(**call, **TRITON)
+    assert len(planned) == 1
+    change(call)
+    for _ in range(2):
+        found = sigsoftmax.linear_cross_entropy(**call, **TRITON)
+        expected = sigsoftmax.linear_cross_entropy(**call, backend="reference")
+        if isinstance(found, tuple):
+            found, expected = found[0], expected[0]
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5)
+    assert len(planned) == 1
+
+
+def test_many_tokens_are_not_planned(planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few, "MOST_TOKENS", N - 1)
+    logits = leaves(N, V)
+    for _ in range(2):
+        loss = sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="softmax", **TRITON)
+    assert gradients(loss, [logits])[0].isfinite().all()
+    assert not planned
+
+
+def test_a_wrong_call_after_a_known_one() -> None:
+    hidden, weight, y = leaves(N, D), leaves(V, D), target().to(DEVICE)
+    options: dict[str, Any] = {"function": "sigsoftmax", **TRITON}
+    sigsoftmax.linear_cross_entropy(hidden, weight, y, chunk_bytes=1 << 20, **options)
+    for wrong, message in (
+        ({"input": leaves(N, D + 1)}, "features"),
+        ({"target": y[1:]}, "one class index per token"),
+        ({"target": y.bool()}, "class indices"),
+        ({"linear_weight": [1.0]}, "must be a tensor"),
+        ({"reduction": "avg"}, "reduction"),
+        ({"z_loss": -1.0}, "z_loss"),
+        ({"chunk_bytes": True}, "chunk_bytes"),
+        ({"function": ["sigsoftmax"]}, "function"),
+    ):
+        call = {"input": hidden, "linear_weight": weight, "target": y, "chunk_bytes": 1 << 20, **options, **wrong}
+        with pytest.raises(ValueError, match=message):
+            sigsoftmax.linear_cross_entropy(**call)
