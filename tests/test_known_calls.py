@@ -88,6 +88,9 @@ def test_other_options_make_another_call(tensors: tuple[Tensor, Tensor], monkeyp
     keys += [key_of(tensors, (OutputFunction("gss", k=2.0),))]
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "blocked")
     keys.append(key_of(tensors, (1,)))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            keys.append(key_of(tensors, (1,)))
     assert len(set(keys)) == len(keys)
     assert None not in keys
 
@@ -104,8 +107,6 @@ class Named(Tensor):
 def test_where_decisions_depend_on_more_there_is_no_key(tensors: tuple[Tensor, Tensor]) -> None:
     input, target = tensors
     with torch.no_grad():
-        assert key_of(tensors, OPTIONS) is None
-    with torch.autocast("cpu", torch.bfloat16):
         assert key_of(tensors, OPTIONS) is None
     with forward_ad.dual_level():
         assert key_of(tensors, OPTIONS) is None

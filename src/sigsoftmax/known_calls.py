@@ -41,8 +41,10 @@ def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | 
             return None
         parts += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_contiguous())
     input = tensors[0]
-    if input is None or validation.wants_messages(input.device) or torch.is_autocast_enabled(input.device.type):
+    if input is None or validation.wants_messages(input.device):
         return None
+    kind = input.device.type
+    parts.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
     key = tuple(parts)
     try:
         known = _known.get(key)

@@ -148,6 +148,8 @@ class Loss:
             is_mean=self.reduction == "mean",
             ignore_index=self.ignore_index,
             z_loss=self.z_loss,
+            dtype=self.dtype,
+            product_dtype=self.product_dtype,
             chunk_bytes=self.chunk_bytes,
         )
 
@@ -178,6 +180,8 @@ class Loss:
             ignore_index=self.ignore_index,
             z_loss=self.z_loss,
             floor=self.floor,
+            dtype=self.dtype,
+            product_dtype=self.product_dtype,
             chunk_bytes=self.chunk_bytes,
             weight_gradient=self.weight_gradient,
         )

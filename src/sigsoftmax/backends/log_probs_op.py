@@ -96,10 +96,8 @@ def log_probs_backward(
         else empty_like_dtype(by_log_p)
     )
     if isinstance(source, LinearLogits):
-        gradients = (source.hidden_gradient, source.weight_gradient, source.bias_gradient)
         by_hidden, by_weight, by_bias = (
-            empty_like_dtype(by_log_p) if gradient is None or of is None else gradient.to(of.dtype)
-            for gradient, of in zip(gradients, (hidden, weight, bias), strict=True)
+            empty_like_dtype(by_log_p) if gradient is None else gradient for gradient in source.gradients()
         )
     else:
         assert isinstance(source, GivenLogits) and source.gradient_NV is not None

@@ -144,7 +144,7 @@ class LinearLogits(Source):
             # A walk over the classes takes all tokens of a few classes at least.
             slab_size = max(slab_size, self.num_tokens * self.components * self.alignment)
         self.slab = self.weight_Vd.new_empty(slab_size)
-        self.logits_like = self.matrix(self.slab, rows, self.num_classes)
+        self.chunk_RV = self.logits_like = self.matrix(self.slab, rows, self.num_classes)
         self.sums_in_place = not is_low or weight_gradient == "fast" or num_chunks == 1
         self.parameters = (weight_Vd, bias_V)
         self.needs_hidden, self.needs_weight, self.needs_bias = needs_hidden, needs_weight, needs_bias
@@ -168,6 +168,16 @@ class LinearLogits(Source):
             dtype = torch.promote_types(bias_V.dtype, self.sum_dtype)
             self.bias_gradient = make(bias_V.shape, dtype=dtype, device=device)
 
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden vectors, weight and bias, in their dtypes; None where it was not asked for."""
+        weight_Vd, bias_V = self.parameters
+        by_weight, by_bias = self.weight_gradient, self.bias_gradient
+        return (
+            self.hidden_gradient,
+            None if by_weight is None else by_weight.to(weight_Vd.dtype),
+            None if by_bias is None or bias_V is None else by_bias.to(bias_V.dtype),
+        )
+
     def matrix(self, memory: Tensor, rows: int, classes: int) -> Tensor:
         """The beginning of some memory as aligned rows."""
         stride = rounded_up(classes, self.alignment)
@@ -180,19 +190,29 @@ class LinearLogits(Source):
         wide_RV[:, logits_RV.shape[1] :] = reference.MASK
         return wide_RV
 
-    def pieces(self, classes: int) -> list[slice]:
-        """An even number of classes and the few that remain, these first: products of an odd number are slow."""
+    def pieces(self, by_class: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Columns of a matrix and rows of others: an even number of classes, and before them the few that remain.
+
+        Products of an odd number are slow.
+        """
+        classes = by_class.shape[1]
         even = classes // self.alignment * self.alignment
-        return [slice(0, classes)] if even in (0, classes) else [slice(even, classes), slice(0, even)]
+        if even in (0, classes):
+            yield by_class, *others
+            return
+        for piece in (slice(even, classes), slice(0, even)):
+            yield by_class[:, piece], *(other[piece] for other in others)
+
+    def weight_of(self, first: int, last: int) -> Tensor:
+        return self.weight_Vd if last - first == self.num_classes else self.weight_Vd[first:last]
 
     def logits_of(self, rows_Rd: Tensor, first: int, last: int, out_RV: Tensor) -> Tensor:
         """Logits of a range of classes."""
         if self.bias_V is None:
-            for piece in self.pieces(last - first):
-                weight_Vd = self.weight_Vd[first + piece.start : first + piece.stop]
-                torch.mm(rows_Rd, weight_Vd.t(), out=out_RV[:, piece])
+            for piece_RV, weight_Vd in self.pieces(out_RV, self.weight_of(first, last)):
+                torch.mm(rows_Rd, weight_Vd.t(), out=piece_RV)
         elif out_RV.is_contiguous():
-            torch.addmm(self.bias_V[first:last], rows_Rd, self.weight_Vd[first:last].t(), out=out_RV)
+            torch.addmm(self.bias_V[first:last], rows_Rd, self.weight_of(first, last).t(), out=out_RV)
         else:
             # Sums of a product and a bias are rounded once where rows follow each other, and else twice.
             weight_Vd, bias_V = self._padded(first, last)
@@ -219,24 +239,33 @@ class LinearLogits(Source):
 
     def add_to_hidden(self, by_rows_Rd: Tensor, by_logits_RV: Tensor, first: int, *, is_first: bool) -> None:
         """Gradients of logits from a first class on, times their part of the weight."""
-        for piece in self.pieces(by_logits_RV.shape[1]):
-            weight_Vd = self.weight_Vd[first + piece.start : first + piece.stop]
-            add_product(by_rows_Rd, by_logits_RV[:, piece], weight_Vd, is_first=is_first)
+        weight_Vd = self.weight_of(first, first + by_logits_RV.shape[1])
+        for piece_RV, weight in self.pieces(by_logits_RV, weight_Vd):
+            add_product(by_rows_Rd, piece_RV, weight, is_first=is_first)
             is_first = False
 
     def add_to_weight(self, by_weight_Vd: Tensor, by_logits_RV: Tensor, rows_Rd: Tensor, *, is_first: bool) -> None:
-        for piece in self.pieces(by_logits_RV.shape[1]):
-            add_product(by_weight_Vd[piece], by_logits_RV[:, piece].t(), rows_Rd, is_first=is_first)
+        for piece_RV, by_weight in self.pieces(by_logits_RV, by_weight_Vd):
+            add_product(by_weight, piece_RV.t(), rows_Rd, is_first=is_first)
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         if not self.walks_classes:
             self.begin_gradients()
+        hidden_Rd = self.hidden_NKd.flatten(0, 1)
+        is_as_it_is = hidden_Rd.dtype == self.weight_Vd.dtype
         for first in range(0, self.num_tokens, self.chunk_tokens):
             self.first, self.last = first, min(first + self.chunk_tokens, self.num_tokens)
-            self.chunk_Rd = self.hidden_NKd[first : self.last].flatten(0, 1).to(self.weight_Vd.dtype)
-            memory_RV = self.matrix(self.slab, self.chunk_Rd.shape[0], self.num_classes)
-            self.chunk_RV = self.logits_of(self.chunk_Rd, 0, self.num_classes, memory_RV)
+            chunk_Rd = self.rows_of(hidden_Rd)
+            self.chunk_Rd = chunk_Rd if is_as_it_is else chunk_Rd.to(self.weight_Vd.dtype)
+            if self.chunk_Rd.shape[0] != self.chunk_RV.shape[0]:
+                self.chunk_RV = self.matrix(self.slab, self.chunk_Rd.shape[0], self.num_classes)
+            self.logits_of(self.chunk_Rd, 0, self.num_classes, self.chunk_RV)
             yield first, self.chunk_RV
+
+    def rows_of(self, all_Rd: Tensor) -> Tensor:
+        """Those of the current chunk."""
+        is_all = self.last - self.first == self.num_tokens
+        return all_Rd if is_all else all_Rd[self.first * self.components : self.last * self.components]
 
     def gradient_rows(self, first_row: int, logits_RV: Tensor) -> Tensor:
         return logits_RV
@@ -244,8 +273,8 @@ class LinearLogits(Source):
     def backpropagate(self) -> None:
         is_first = self.first == 0
         if self.hidden_gradient is not None:
-            rows_Rd = self.hidden_gradient[self.first : self.last].view(-1, self.features)
-            self.add_to_hidden(rows_Rd, self.chunk_RV, 0, is_first=True)
+            by_hidden_Rd = self.hidden_gradient.flatten(0, 1)
+            self.add_to_hidden(self.rows_of(by_hidden_Rd), self.chunk_RV, 0, is_first=True)
         if self.weight_gradient is not None:
             self.add_to_weight(self.weight_gradient, self.chunk_RV, self.chunk_Rd, is_first=is_first)
         if self.bias_gradient is not None:

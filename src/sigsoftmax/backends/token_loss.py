@@ -106,11 +106,7 @@ def _compute(
     )
     by_weight = by_bias = by_prior = by_argument = None
     if isinstance(source, LinearLogits):
-        hidden_gradient = source.hidden_gradient
-        if source.weight_gradient is not None and weight is not None:
-            by_weight = source.weight_gradient.to(weight.dtype)
-        if source.bias_gradient is not None and bias is not None:
-            by_bias = source.bias_gradient.to(bias.dtype)
+        hidden_gradient, by_weight, by_bias = source.gradients()
     if needs_prior and by_prior_NK is not None and log_prior is not None:
         by_prior = by_prior_NK.to(log_prior.dtype)
     if needs_arguments:

@@ -246,6 +246,7 @@ def test_the_kernel_of_few_tokens(
     weight = torch.empty(classes, 8, dtype=torch.bfloat16, device="meta")
     target = torch.empty(1400, dtype=torch.int64, device="meta")
     options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": z_loss, "chunk_bytes": 2**30}
+    options |= {"dtype": torch.bfloat16, "product_dtype": torch.bfloat16}
     plan = few.plan_of(member.form, member.arguments(), hidden, weight, None, target, **options)
     assert plan is not None
     plan.compute(hidden.detach(), weight, None, target)
@@ -267,6 +268,7 @@ def test_the_kernels_of_a_mixture_over_few_tokens(launches: list[Launch], tmp_pa
     function = (member.form, member.arguments())
     options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": 0.1, "floor": 1e-8}
     memory: dict[str, Any] = {"chunk_bytes": 2**20, "weight_gradient": "buffered"}
+    memory |= {"dtype": torch.bfloat16, "product_dtype": torch.bfloat16}
     plan = few_mixtures.plan_of(*function, *function, *tensors, target, **options, **memory)
     assert plan is not None
     plan.compute(*(tensor.detach() for tensor in tensors), target)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.backends.triton.device import DEVICE
+from tests.backends.triton.device import DEVICE, IS_INTERPRETED
 from tests.backends.triton.test_losses import DTYPES, check, cross_entropy, linear, mixture, strided
 from tests.tables import LEAST, gradients
 from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction, known_calls, validation
+from sigsoftmax.backends import sources
 from sigsoftmax.backends.triton import few
 
 N, K, V, D = 7, 3, 48, 5
@@ -112,6 +113,51 @@ def test_mixtures_with_other_priors(prior: str, options: dict[str, Any], planned
     inputs = [torch.randn(N, K, D), 2.0 * torch.randn(N, K), torch.randn(V, D), torch.randn(V)]
     check(mixture, inputs, torch.float32, target=target(), prior_function=prior, **options)
     assert len(planned) == 1
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_any_number_of_classes(
+    has_bias: bool, alignment: int, planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows are aligned there is room after the last class."""
+    monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
+    odd, y = V - 11, torch.randint(V - 11, (N,))
+    inputs = [torch.randn(N, D), torch.randn(odd, D), torch.randn(odd)]
+    mixed = [torch.randn(N, K, D), torch.randn(N, K), *inputs[1:]]
+    if has_bias:
+        check(linear, inputs, torch.float32, target=y)
+        check(mixture, mixed, torch.float32, target=y, chunk_bytes=2 * K * V * 4)
+    else:
+        check(sigsoftmax.linear_cross_entropy, inputs[:2], torch.float32, target=y)
+        check(sigsoftmax.mixture_cross_entropy, mixed[:3], torch.float32, target=y, chunk_bytes=2 * K * V * 4)
+    assert len(planned) == 2
+
+
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
+
+
+@pytest.mark.parametrize("is_autocast", [True, False])
+def test_weights_of_another_dtype(is_autocast: bool, planned: list[few.Plan]) -> None:
+    """Their gradients are theirs, and so is the loss under autocast."""
+    hidden = torch.randn(N, K, D).to(HALF).to(DEVICE, torch.float32 if is_autocast else HALF).requires_grad_()
+    prior, weight, bias = leaves(N, K), leaves(V, D), leaves(V)
+    tensors, y = [hidden, prior, weight, bias], target().to(DEVICE)
+
+    def results(backend: str) -> list[Tensor]:
+        with torch.autocast(DEVICE.type, HALF, enabled=is_autocast):
+            options: dict[str, Any] = {"function": "sigsoftmax", "linear_bias": bias, "backend": backend}
+            mixed = sigsoftmax.mixture_cross_entropy(hidden, prior, weight, y, chunk_bytes=K * V * 4, **options)
+            alone = sigsoftmax.linear_cross_entropy(hidden[:, 0].contiguous(), weight, y, **options)
+        total = mixed + alone
+        return [mixed.detach(), alone.detach(), *torch.autograd.grad(total, tensors)]
+
+    expected = results("reference")
+    for a, b in zip(results("triton"), expected, strict=True):
+        assert a.dtype == b.dtype
+        assert a.dtype == (torch.float32 if is_autocast or a.shape in (weight.shape, bias.shape, prior.shape) else HALF)
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    assert len(planned) == 2
 
 
 def test_masks_and_rows_that_do_not_count(planned: list[few.Plan]) -> None:
@@ -228,7 +274,6 @@ def other(name: str, value: Any) -> Change:
 OTHERS: dict[str, Change] = {
     "strided input": lambda call: call.update(input=strided(call["input"])),
     "strided targets": lambda call: call.update(target=strided(call["target"])),
-    "other weights": lambda call: call.update(linear_weight=call["linear_weight"].half().float().double()),
     "no gradient": lambda call: call.update(input=call["input"].detach(), linear_weight=call["linear_weight"].detach()),
     "class weights": lambda call: call.update(weight=torch.ones(V, device=DEVICE)),
     "token weights": lambda call: call.update(token_weights=torch.ones(N, device=DEVICE)),

@@ -254,6 +254,7 @@ def test_a_captured_graph_sees_other_targets(weight_gradient: str, classes: int)
         assert_equal(captured, call.gradients())
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("classes", [V, ALIGNED_V])
 def test_graphed_callables(classes: int) -> None:
     """As the documentation recommends for losses of few tokens."""
@@ -302,7 +303,9 @@ def test_a_graph_that_is_kept_gives_its_gradients_again(make: Callable[[], Call]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["logits", "exact", "float32 weight", "none", "mixture", "learned", "few tokens"])
+@pytest.mark.parametrize(
+    "name", ["logits", "exact", "float32 weight", "none", "mixture", "learned", "few tokens", "autocast"]
+)
 def test_compiled_functions_give_the_eager_result(name: str) -> None:
     """The loss is one op; what stands around it is torch's, whose fused sums may round otherwise."""
     call = CALLS[name]()

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sigsoftmax.backends import sources
 from sigsoftmax.backends.gradients import not_differentiable_again, times
-from sigsoftmax.backends.sources import row_alignment
+from sigsoftmax.backends.sources import LinearLogits
 from sigsoftmax.backends.triton import fast
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.rows import fixed_values, is_sigsoftmax, is_softmax
@@ -30,6 +31,8 @@ MOST_TOKENS = 2048
 """Every program counts the targets of all tokens."""
 BLOCK = 512
 """targets that it counts at a time"""
+ALL_BYTES = 2**62
+"""a budget for all logits at once"""
 CHECKED = {"debug": True, "sanitize_overflow": False}
 """Options of kernels that check targets: asserts, but not of every sum of integers."""
 
@@ -74,6 +77,7 @@ def loss_kernel(
     total,
     N,
     V,
+    classes,
     alpha,
     c,
     ignore_index,
@@ -86,14 +90,15 @@ def loss_kernel(
 ):
     """The sum or the mean of all losses, and its gradient.
 
-    For few tokens: every program counts the targets of all of them. The mean of no token is NaN.
+    For few tokens: every program counts the targets of all of them. The mean of no token is NaN. Rows of V logits may
+    have masked ones beyond the ``classes``.
     """
     scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         pointer = fast.row_at(logits, row, V)
         y = tl.load(target + row)
         is_kept = y != ignore_index
-        tl.device_assert((not is_kept) | ((y >= 0) & (y < V)), "target out of range; see SIGSOFTMAX_CHECK=1")
+        tl.device_assert((not is_kept) | ((y >= 0) & (y < classes)), "target out of range; see SIGSOFTMAX_CHECK=1")
         y = tl.where(is_kept, y, 0)
         z_y = tl.load(pointer + y).to(tl.float32)
         row_sum, anchor = fast.measured(pointer, alpha, c, V, IS_SIG, LANES)
@@ -137,6 +142,11 @@ class FewTokens:
     tokens: int
     needs: tuple[bool, ...]
     """whether input, weight and bias want a gradient"""
+    dtype: torch.dtype
+    """of the loss"""
+    product_dtype: torch.dtype
+    is_direct: bool
+    """whether products take and give tensors as they are"""
     scale: Scaling
     launch: Launch
 
@@ -144,26 +154,40 @@ class FewTokens:
         self, input: Tensor, weight_Vd: Tensor | None, bias_V: Tensor | None, target: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """``input`` is (..., d), or the logits (..., V) if there is no weight."""
-        rows_Nd = input if input.ndim == 2 else input.view(self.tokens, input.shape[-1])
-        if weight_Vd is None:
-            logits_NV, by_logits_NV = rows_Nd, torch.empty_like(rows_Nd)
-        elif bias_V is None:
-            logits_NV = by_logits_NV = torch.mm(rows_Nd, weight_Vd.t())
-        else:
-            logits_NV = by_logits_NV = torch.addmm(bias_V, rows_Nd, weight_Vd.t())
         shares = torch.zeros(self.tokens + 1, dtype=torch.float32, device=input.device)
-        total = input.new_empty(())
-        self.launch(logits_NV, by_logits_NV, target, shares, total)
-        by_input = by_weight = by_bias = None
+        total = torch.empty((), dtype=self.dtype, device=input.device)
         needs_input, needs_weight, needs_bias = self.needs
-        if needs_input:
-            by_rows = by_logits_NV if weight_Vd is None else torch.mm(by_logits_NV, weight_Vd)
-            by_input = by_rows if input.ndim == 2 else by_rows.view(input.shape)
-        if needs_weight:
-            by_weight = torch.mm(by_logits_NV.t(), rows_Nd)
-        if needs_bias:
-            by_bias = by_logits_NV.sum(0)
-        return total, by_input, by_weight, by_bias
+        if weight_Vd is None:
+            by_input = torch.empty_like(input)
+            self.launch(input, by_input, target, shares, total)
+            return total, by_input, None, None
+        if not self.is_direct:
+            source = LinearLogits(
+                input.view(self.tokens, 1, input.shape[-1]),
+                weight_Vd,
+                bias_V,
+                self.product_dtype,
+                ALL_BYTES,
+                needs_hidden=needs_input,
+                needs_weight=needs_weight,
+                needs_bias=needs_bias,
+            )
+            for _, chunk_NV in source.chunks():
+                logits_NV = source.whole_rows(chunk_NV)
+                self.launch(logits_NV, logits_NV, target, shares, total)
+                source.backpropagate()
+            by_hidden, by_weight, by_bias = source.gradients()
+            return total, None if by_hidden is None else by_hidden.view(input.shape), by_weight, by_bias
+        rows_Nd = input if input.ndim == 2 else input.view(self.tokens, input.shape[-1])
+        weight_dV = weight_Vd.t()
+        logits_NV = torch.mm(rows_Nd, weight_dV) if bias_V is None else torch.addmm(bias_V, rows_Nd, weight_dV)
+        self.launch(logits_NV, logits_NV, target, shares, total)
+        return (
+            total,
+            torch.mm(logits_NV, weight_Vd).view(input.shape) if needs_input else None,
+            torch.mm(logits_NV.t(), rows_Nd) if needs_weight else None,
+            logits_NV.sum(0, dtype=logits_NV.dtype) if needs_bias else None,
+        )
 
 
 class _FewTokensLoss(torch.autograd.Function):
@@ -204,9 +228,9 @@ def fits(form: Form, arguments: Sequence[Tensor], tokens: int) -> bool:
     return is_fast and 0 < tokens <= MOST_TOKENS
 
 
-def is_simple(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
+def is_simple(tensors: Sequence[Tensor]) -> bool:
     """Whether kernels can take them as they are."""
-    return all(t.dtype == dtype and t.is_contiguous() and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    return all(t.is_contiguous() and type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
 
 
 def plan_of(
@@ -220,32 +244,39 @@ def plan_of(
     is_mean: bool,
     ignore_index: int,
     z_loss: float,
+    dtype: torch.dtype,
+    product_dtype: torch.dtype,
     chunk_bytes: int,
 ) -> FewTokens | None:
     """How to compute the loss of few tokens; None where that is not the way."""
     tokens, classes = target.numel(), input.shape[-1] if weight is None else weight.shape[0]
     present = [t for t in (input, weight, bias) if t is not None]
+    alignment = 1 if weight is None else sources.row_alignment(input.device)
+    width = sources.rounded_up(classes, alignment)
     if (
         not fits(form, arguments, tokens)
-        or not (is_simple(present, input.dtype) and is_simple([target], torch.int64))
+        or not is_simple([*present, target])
         or not any(needed(present))
-        or (weight is not None and classes % row_alignment(input.device))
-        or (weight is not None and tokens * classes * input.element_size() > chunk_bytes)
+        or target.dtype != torch.int64
+        or (weight is not None and tokens * width * product_dtype.itemsize > chunk_bytes)
     ):
         return None
     values = fixed_values(arguments)
     assert values is not None
     alpha, _, c = values
     is_sig = is_sigsoftmax(form, values)
-    lanes, warps, per_processor = fast_shape(classes, input.element_size(), is_sig)
+    lanes, warps, per_processor = fast_shape(width, product_dtype.itemsize, is_sig)
     return FewTokens(
         tokens=tokens,
         needs=needed((input, weight, bias)),
+        dtype=dtype,
+        product_dtype=product_dtype,
+        is_direct=width == classes and all(t.dtype == product_dtype for t in present),
         scale=scaling_of((input, weight, bias)),
         launch=Launch(
             loss_kernel,
             min(tokens, per_processor * multiprocessors(input.device)),
-            (tokens, classes, alpha, c, ignore_index, z_loss),
+            (tokens, width, classes, alpha, c, ignore_index, z_loss),
             {"IS_SIG": is_sig, "IS_MEAN": is_mean, "HAS_Z_LOSS": z_loss != 0, "LANES": lanes, "BLOCK": BLOCK},
             num_warps=warps,
             **CHECKED,

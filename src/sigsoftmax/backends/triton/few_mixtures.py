@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sigsoftmax.backends.sources import add_product, careful_sum, row_alignment
+from sigsoftmax.backends import sources
+from sigsoftmax.backends.sources import LinearLogits
 from sigsoftmax.backends.triton import few, forms, mixtures, priors
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.rows import TritonRows, fixed_values
@@ -91,11 +92,9 @@ def few_mixture_kernel(
     few.add_up(shares, total, N, programs, BLOCK)
 
 
-class Chunk(NamedTuple):
-    """Some tokens and what is launched for their rows."""
+class Launches(NamedTuple):
+    """For the rows of a chunk."""
 
-    first: int
-    last: int
     measure: Launch
     mix: Launch
     backpropagate: Launch
@@ -105,11 +104,13 @@ class Chunk(NamedTuple):
 class FewMixture:
     """A plan for tensors of these sizes."""
 
-    tokens: int
-    components: int
-    chunks: Sequence[Chunk]
-    sum_dtype: torch.dtype
-    """in which the weight's gradient is summed over chunks"""
+    launches: Sequence[Launches]
+    """of each chunk"""
+    dtype: torch.dtype
+    """of the loss"""
+    product_dtype: torch.dtype
+    chunk_bytes: int
+    weight_gradient: str
     needs: tuple[bool, ...]
     """whether input, prior, weight and bias want a gradient"""
     scale: Scaling
@@ -118,50 +119,43 @@ class FewMixture:
         self, input: Tensor, prior_logits: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, target: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """``input`` is (..., K, d), ``prior_logits`` (..., K)."""
-        features, K = input.shape[-1], self.components
         needs_input, needs_prior, needs_weight, needs_bias = self.needs
-        hidden = input.view(-1, features)
-        shares = torch.zeros(self.tokens + 1, dtype=torch.float32, device=input.device)
-        total = input.new_empty(())
+        components, features = input.shape[-2:]
+        source = LinearLogits(
+            input.view(-1, components, features),
+            weight_Vd,
+            bias_V,
+            self.product_dtype,
+            self.chunk_bytes,
+            needs_hidden=needs_input,
+            needs_weight=needs_weight,
+            needs_bias=needs_bias,
+            weight_gradient=self.weight_gradient,
+        )
+        device = input.device
+        shares = torch.zeros(source.num_tokens + 1, dtype=torch.float32, device=device)
+        total = torch.empty((), dtype=self.dtype, device=device)
         by_prior = torch.empty_like(prior_logits)
-        by_input = torch.empty_like(input) if needs_input else None
-        by_hidden = None if by_input is None else by_input.view(-1, features)
-        by_weight = torch.empty_like(weight_Vd, dtype=self.sum_dtype) if needs_weight else None
-        by_bias = None
-        most_rows = self.chunks[0].last * K
-        slab = input.new_empty(most_rows, weight_Vd.shape[0])
-        vectors = torch.empty(6, most_rows, dtype=torch.float32, device=input.device).unbind()
+        vectors = torch.empty(6, source.chunk_tokens * components, dtype=torch.float32, device=device).unbind()
         anchor, offset, normalizer, at_target, by_normalizer, by_target = vectors
-        weight_dV = weight_Vd.t()
-        for first, last, measure, mix, backpropagate in self.chunks:
-            rows = slice(first * K, last * K)
-            is_whole = last - first == self.tokens
-            logits_RV = slab if rows.stop - rows.start == most_rows else slab[: rows.stop - rows.start]
-            rows_Rd, target_n = (hidden, target) if is_whole else (hidden[rows], target[first:last])
-            if bias_V is None:
-                torch.mm(rows_Rd, weight_dV, out=logits_RV)
-            else:
-                torch.addmm(bias_V, rows_Rd, weight_dV, out=logits_RV)
-            statistics = (target_n, by_normalizer, by_target, anchor, anchor, offset, normalizer, at_target)
-            measure(logits_RV, logits_RV, *statistics)
-            mix(
+        for (first, chunk_RV), launches in zip(source.chunks(), self.launches, strict=True):
+            logits_RV = source.whole_rows(chunk_RV)
+            statistics = (by_normalizer, by_target, anchor, anchor, offset, normalizer, at_target)
+            rows = (logits_RV, logits_RV, target[first:] if first else target, *statistics)
+            launches.measure(*rows)
+            launches.mix(
                 *(target, prior_logits, offset, normalizer, at_target),
                 *(shares, by_normalizer, by_target, by_prior, total),
             )
-            backpropagate(logits_RV, logits_RV, *statistics)
-            if by_hidden is not None:
-                torch.mm(logits_RV, weight_Vd, out=by_hidden if is_whole else by_hidden[rows])
-            if by_weight is not None:
-                add_product(by_weight, logits_RV.t(), rows_Rd, is_first=first == 0)
-            if needs_bias:
-                column_sums = logits_RV.sum(0, dtype=torch.float32)
-                by_bias = column_sums if by_bias is None else by_bias.add_(column_sums)
+            launches.backpropagate(*rows)
+            source.backpropagate()
+        by_hidden, by_weight, by_bias = source.gradients()
         return (
             total,
-            by_input,
+            None if by_hidden is None else by_hidden.view(input.shape),
             by_prior if needs_prior else None,
-            None if by_weight is None else by_weight.to(weight_Vd.dtype),
-            None if by_bias is None else by_bias.to(input.dtype),
+            by_weight,
+            by_bias,
         )
 
 
@@ -180,36 +174,38 @@ def plan_of(
     ignore_index: int,
     z_loss: float,
     floor: float,
+    dtype: torch.dtype,
+    product_dtype: torch.dtype,
     chunk_bytes: int,
     weight_gradient: str,
 ) -> FewMixture | None:
     """How to compute the loss of few tokens; None where that is not the way."""
     prior_values = fixed_values(prior_arguments)
     tokens, components, classes = target.numel(), input.shape[-2], weight.shape[0]
-    products = [t for t in (input, weight, bias) if t is not None]
+    present = [t for t in (input, prior_logits, weight, bias) if t is not None]
     if (
         prior_values is None
         or components > priors.MOST_COMPONENTS
         or not few.fits(form, arguments, tokens)
-        or not few.is_simple(products, input.dtype)
-        or not few.is_simple([prior_logits], prior_logits.dtype)
-        or not few.is_simple([target], torch.int64)
-        or not any(few.needed((*products, prior_logits)))
-        or classes % row_alignment(input.device)
+        or not few.is_simple([*present, target])
+        or not any(few.needed(present))
+        or target.dtype != torch.int64
     ):
         return None
-    token_bytes = components * classes * input.element_size()
-    chunks = -(-tokens // max(1, chunk_bytes // token_bytes))
-    sum_dtype = weight.dtype
-    if chunks > 1 and weight.dtype.itemsize == 2:
-        if weight_gradient == "auto":
-            rows = tokens * components
-            weight_gradient = careful_sum(input.device, classes, rows, input.shape[-1], chunk_bytes)
-        if weight_gradient == "exact":
-            return None
-        if weight_gradient == "buffered":
-            sum_dtype = torch.float32
-    chunk_tokens = -(-tokens // chunks)
+    source = LinearLogits(
+        input.detach().view(-1, *input.shape[-2:]),
+        weight.detach(),
+        None if bias is None else bias.detach(),
+        product_dtype,
+        chunk_bytes,
+        needs_hidden=input.requires_grad,
+        needs_weight=weight.requires_grad,
+        needs_bias=False,
+        weight_gradient=weight_gradient,
+    )
+    if source.walks_classes:
+        return None
+    width, chunk_tokens = sources.rounded_up(classes, source.alignment), source.chunk_tokens
     routines = TritonRows(form, arguments, input, rows_of_target=components)
     lanes = triton.next_power_of_2(components)
     tokens_of_program = max(1, priors.TILE // lanes)
@@ -217,8 +213,8 @@ def plan_of(
     programs = [-(-(last - first) // tokens_of_program) for first, last in spans]
     alpha, beta, c = (*prior_values, 0.0, 0.0)[:3]
 
-    def chunk(first: int, last: int, programs_of_chunk: int) -> Chunk:
-        logits_RV = input.new_empty((last - first) * components, classes, device="meta")
+    def launches(first: int, last: int, programs_of_chunk: int) -> Launches:
+        logits_RV = torch.empty((last - first) * components, width, dtype=product_dtype, device="meta")
         rows = functools.partial(routines.fast_launch, logits_RV, logits_RV, has_index=True, has_z_slope=False)
         mix = Launch(
             few_mixture_kernel,
@@ -240,13 +236,14 @@ def plan_of(
             **few.CHECKED,
         )
         measure, backpropagate = rows(measure=True, has_gradient=False), rows(measure=False, has_gradient=True)
-        return Chunk(first, last, measure, mix, backpropagate)
+        return Launches(measure, mix, backpropagate)
 
     return FewMixture(
-        tokens=tokens,
-        components=components,
-        chunks=[chunk(*span, count) for span, count in zip(spans, programs, strict=True)],
-        sum_dtype=sum_dtype,
+        launches=[launches(*span, count) for span, count in zip(spans, programs, strict=True)],
+        dtype=dtype,
+        product_dtype=product_dtype,
+        chunk_bytes=chunk_bytes,
+        weight_gradient=weight_gradient,
         needs=few.needed((input, prior_logits, weight, bias)),
         scale=few.scaling_of((input, prior_logits, weight, bias)),
     )
