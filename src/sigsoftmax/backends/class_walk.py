@@ -87,7 +87,7 @@ class ClassWalk:
             if source.weight_gradient is not None:
                 source.add_to_weight(source.weight_gradient[first:last], out_RV, self.rows_Rd, is_first=True)
             if source.bias_gradient is not None:
-                source.bias_gradient[first:last] = out_RV.sum(0, dtype=source.bias_gradient.dtype)
+                source.add_to_bias(source.bias_gradient[first:last], out_RV, is_first=True)
         if source.hidden_gradient is not None and by_rows_Rd is not None:
             source.hidden_gradient.view(-1, source.features).copy_(by_rows_Rd)
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
+from sigsoftmax.backends.sources import add_column_sums
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -372,6 +373,44 @@ def test_streams_other_than_the_current_one(make: Callable[[], Call]) -> None:
         actual = call.gradients()
     stream.synchronize()
     assert_equal(actual, expected)
+
+
+# The gradient of a bias
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("classes", [V, ALIGNED_V])
+def test_column_sums_are_those_of_float32(classes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where products may be rounded to TF32."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    matrix = torch.randn(N, classes, device=DEVICE).to(dtype)
+    total = torch.full((classes,), torch.nan, device=DEVICE)
+    for times in (1, 2):
+        add_column_sums(total, matrix, is_first=times == 1)
+        torch.testing.assert_close(total.double(), times * matrix.double().sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 2**22], ids=["few tokens", "chunks"])
+@pytest.mark.parametrize("weight_gradient", ["fast", "exact"])
+def test_a_bias_takes_no_memory(weight_gradient: str, chunk_bytes: int | None) -> None:
+    """Where torch's sum over rows would take more than a hundred MiB."""
+    tokens, classes = 1400, 10_000
+    hidden, weight, bias = leaf(tokens, D), leaf(classes, D), leaf(classes)
+    y = torch.randint(classes, (tokens,), device=DEVICE)
+
+    def peak(linear_bias: Tensor | None) -> int:
+        inputs = [hidden, weight, *([] if linear_bias is None else [linear_bias])]
+        options: dict[str, Any] = {"chunk_bytes": chunk_bytes, "weight_gradient": weight_gradient}
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss = sigsoftmax.linear_cross_entropy(
+                hidden, weight, y, function="sigsoftmax", linear_bias=linear_bias, **options
+            )
+            torch.autograd.grad(loss, inputs)
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(bias) <= peak(None) + 2**20
 
 
 # Targets out of range

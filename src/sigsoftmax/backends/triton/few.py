@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sigsoftmax.backends import sources
 from sigsoftmax.backends.gradients import not_differentiable_again, times
-from sigsoftmax.backends.sources import LinearLogits
+from sigsoftmax.backends.sources import LinearLogits, add_column_sums
 from sigsoftmax.backends.triton import fast
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.rows import fixed_values, is_sigsoftmax, is_softmax
@@ -182,11 +182,16 @@ class FewTokens:
         weight_dV = weight_Vd.t()
         logits_NV = torch.mm(rows_Nd, weight_dV) if bias_V is None else torch.addmm(bias_V, rows_Nd, weight_dV)
         self.launch(logits_NV, logits_NV, target, shares, total)
+        by_bias = None
+        if needs_bias and bias_V is not None:
+            by_bias = torch.empty(bias_V.shape, dtype=torch.float32, device=bias_V.device)
+            add_column_sums(by_bias, logits_NV, is_first=True)
+            by_bias = by_bias.to(bias_V.dtype)
         return (
             total,
             torch.mm(logits_NV, weight_Vd).view(input.shape) if needs_input else None,
             torch.mm(logits_NV.t(), rows_Nd) if needs_weight else None,
-            logits_NV.sum(0, dtype=logits_NV.dtype) if needs_bias else None,
+            by_bias,
         )
 
 
