@@ -53,6 +53,11 @@ def has_triton() -> bool:
     return _HAS_TRITON
 
 
+def has_kernels() -> bool:
+    """Whether kernels run on CUDA devices."""
+    return _HAS_TRITON and torch.version.hip is None
+
+
 # A new backend is one line here, fastest first.
 _BACKENDS: dict[str, Backend] = {
     "triton": Backend(_triton_routines, _why_not_triton),

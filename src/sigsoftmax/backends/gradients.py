@@ -35,7 +35,7 @@ def times(
         return [gradient * factor.to(gradient.dtype) for gradient in gradients]
     if factor.device.type == "cpu" and bool(factor == 1):
         return list(gradients)
-    if factor.device.type == "cuda" and dispatch.has_triton() and torch.version.hip is None:
+    if factor.device.type == "cuda" and dispatch.has_kernels():
         if in_place is None:
             from sigsoftmax.backends.triton import scaling
 

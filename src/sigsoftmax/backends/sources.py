@@ -304,17 +304,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
 
 
 def add_column_sums(total_V: Tensor, matrix_RV: Tensor, *, is_first: bool) -> None:
-    """``total += matrix.sum(0)``, or ``total =`` that for the first one.
+    """``total += matrix.sum(0)``, or ``total =`` that for the first one."""
+    from sigsoftmax.backends import dispatch
 
-    On a GPU as a product, which takes no memory, where torch's sum takes more than a hundred MiB.
-    """
-    if matrix_RV.device.type != "cuda" or torch.promote_types(total_V.dtype, matrix_RV.dtype) != torch.float32:
-        sums_V = matrix_RV.sum(0, dtype=total_V.dtype)
-        total_V.copy_(sums_V) if is_first else total_V.add_(sums_V)
-    elif matrix_RV.dtype == torch.float32:
-        # Products of a matrix and a vector are not rounded to TF32.
-        ones_R = matrix_RV.new_ones(matrix_RV.shape[0])
-        torch.addmv(total_V, matrix_RV.t(), ones_R, beta=0.0 if is_first else 1.0, out=total_V)
-    else:
-        ones_1R = matrix_RV.new_ones(1, matrix_RV.shape[0])
-        add_product(total_V.unsqueeze(0), ones_1R, matrix_RV, is_first=is_first)
+    if matrix_RV.device.type == "cuda" and total_V.dtype == torch.float32 and dispatch.has_kernels():
+        from sigsoftmax.backends.triton import columns
+
+        columns.add_column_sums(total_V, matrix_RV, is_first=is_first)
+        return
+    sums_V = matrix_RV.sum(0, dtype=total_V.dtype)
+    total_V.copy_(sums_V) if is_first else total_V.add_(sums_V)

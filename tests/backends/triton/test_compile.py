@@ -8,7 +8,9 @@ Shapes: R rows, V classes.
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +36,11 @@ MOST_SPILLED = 64
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    from sigsoftmax.backends.triton import fast, few, few_mixtures, general, mixtures, plain, priors, ranges, scaling
+    from sigsoftmax.backends import triton as kernels
 
     recorded: list[Launch] = []
-    for module in (fast, few, few_mixtures, general, mixtures, plain, priors, ranges, scaling):
+    names = [module.name for module in pkgutil.iter_modules(kernels.__path__)]
+    for module in [importlib.import_module(f"{kernels.__name__}.{name}") for name in names]:
         for name, value in vars(module).copy().items():
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Recorder(value, recorded))
@@ -306,6 +309,19 @@ def test_the_kernels_of_a_walk_over_classes(function: str, launches: list[Launch
     assert names == ["rows_kernel", *["rows_kernel", "add_kernel"] * (len(names) // 2)]
     assert "add_kernel" in names
     assert spilled_bytes(compiled(launches[-1]), tmp_path) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_of_column_sums(dtype: torch.dtype, launches: list[Launch], tmp_path: Path) -> None:
+    from sigsoftmax.backends.triton import columns
+
+    columns.add_column_sums(
+        torch.empty(1024, device="meta"), torch.empty(R, 1024, dtype=dtype, device="meta"), is_first=False
+    )
+    assert [launch.kernel.__name__ for launch in launches] == ["column_sums_kernel"] * 2
+    kernel = compiled(launches[0])
+    assert spilled_bytes(kernel, tmp_path) == 0
+    assert 16 in load_widths(kernel)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.sources import add_column_sums
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -376,18 +375,6 @@ def test_streams_other_than_the_current_one(make: Callable[[], Call]) -> None:
 
 
 # The gradient of a bias
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("classes", [V, ALIGNED_V])
-def test_column_sums_are_those_of_float32(classes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where products may be rounded to TF32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    matrix = torch.randn(N, classes, device=DEVICE).to(dtype)
-    total = torch.full((classes,), torch.nan, device=DEVICE)
-    for times in (1, 2):
-        add_column_sums(total, matrix, is_first=times == 1)
-        torch.testing.assert_close(total.double(), times * matrix.double().sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 2**22], ids=["few tokens", "chunks"])

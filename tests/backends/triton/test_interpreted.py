@@ -31,7 +31,9 @@ def interpreter_is_broken() -> bool:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs these tests itself")
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this process interprets kernels itself")
-@pytest.mark.parametrize("name", ["test_rows.py", "test_losses.py", "test_few.py", "test_sharded.py"])
+@pytest.mark.parametrize(
+    "name", ["test_rows.py", "test_losses.py", "test_few.py", "test_columns.py", "test_sharded.py"]
+)
 def test_kernels_in_the_interpreter(name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
