@@ -15,6 +15,7 @@ from sigsoftmax.known_calls import key_of, learn, loss_of
 
 few = pytest.importorskip("sigsoftmax.backends.triton.few", reason="the package triton is not installed")
 OPTIONS = ("sigsoftmax", "mean", -100)
+DECISION = dispatch.Decision("triton", "a test")
 
 
 class Twice:
@@ -22,8 +23,8 @@ class Twice:
 
     scale = staticmethod(lambda tensors, factor: None)
 
-    def compute(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return 2.0 * input.sum(), torch.full_like(input, 2.0)
+    def compute(self, input: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return 2.0 * input.sum(), torch.zeros(4), torch.full_like(input, 2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +47,13 @@ def test_a_known_call_is_computed_by_its_plan(tensors: tuple[Tensor, Tensor]) ->
     key = key_of(tensors, OPTIONS)
     assert key is not None
     assert loss_of(key, tensors) is None
-    dispatch.recall(decision := dispatch.Decision("triton", "a test"))
-    assert learn(key, Twice(), tensors) == 24.0
+    assert learn(key, Twice(), DECISION, tensors) == 24.0
     dispatch.recall(dispatch.Decision("reference", "another"))
     again = torch.full((3, 4), 0.5, requires_grad=True), torch.ones(3, dtype=torch.int64)
     assert key_of(again, OPTIONS) == key
     loss = loss_of(key, again)
     assert loss == 12.0
-    assert dispatch.explain() is decision
+    assert dispatch.explain() is DECISION
     assert loss is not None
     (by_input,) = torch.autograd.grad(3.0 * loss, [again[0]])
     assert torch.equal(by_input, torch.full((3, 4), 6.0))
@@ -62,8 +62,7 @@ def test_a_known_call_is_computed_by_its_plan(tensors: tuple[Tensor, Tensor]) ->
 def test_a_call_without_a_plan_is_not_asked_about_again(tensors: tuple[Tensor, Tensor]) -> None:
     key = key_of(tensors, OPTIONS)
     assert key is not None
-    dispatch.recall(dispatch.Decision("triton", "a test"))
-    assert learn(key, None, tensors) is None
+    assert learn(key, None, DECISION, tensors) is None
     assert key_of(tensors, OPTIONS) is None
 
 
@@ -113,9 +112,19 @@ def test_where_decisions_depend_on_more_there_is_no_key(tensors: tuple[Tensor, T
     assert key_of((input.detach().as_subclass(Named), target), OPTIONS) is None
     assert key_of((input, [0]), OPTIONS) is None
     assert key_of(tensors, ([],)) is None
+    assert key_of((torch._neg_view(input.detach()), target), OPTIONS) is None
+    with torch.inference_mode(), torch.enable_grad():
+        assert key_of(tensors, OPTIONS) is None
     found = []
     torch.func.vmap(lambda row: found.append(key_of((row, target), OPTIONS)) or row)(input)
-    assert found == [None]
+    torch.func.grad(lambda x: found.append(key_of(tensors, OPTIONS)) or x)(torch.tensor(1.0))
+    assert found == [None, None]
+
+
+@pytest.mark.parametrize("option", [torch.tensor(0.1), OutputFunction("gss", k=torch.tensor(0.2))], ids=["z_loss", "k"])
+def test_numbers_in_tensors_are_not_remembered(option: Any, tensors: tuple[Tensor, Tensor]) -> None:
+    """They can change; and a key would keep them alive, and all that they were computed from."""
+    assert key_of(tensors, (option,)) is None
 
 
 def test_where_targets_are_checked_by_value_there_is_no_key(
@@ -129,10 +138,9 @@ def test_calls_are_forgotten_before_they_fill_the_memory(
     tensors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(known_calls, "MOST_KNOWN", 3)
-    dispatch.recall(dispatch.Decision("triton", "a test"))
     for i in range(10):
         key = key_of(tensors, (i,))
         assert key is not None
-        learn(key, Twice(), tensors)
+        learn(key, Twice(), DECISION, tensors)
         assert known(key)
         assert len(known_calls._known) <= 3

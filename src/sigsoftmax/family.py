@@ -355,8 +355,9 @@ def _scalar(value: float) -> Tensor:
     if known is not None:
         return known
     made = torch.full((), value, dtype=torch.float64, device="cpu")
-    # What a mode makes (fake, functional, inference) is of no use outside it.
-    if type(made) is Tensor and not torch.compiler.is_compiling() and not made.is_inference():
+    # What a mode or a transform makes (fake, functional, inference, vmap) is of no use outside it.
+    is_plain = type(made) is Tensor and not torch._C._are_functorch_transforms_active()
+    if is_plain and not torch.compiler.is_compiling() and not made.is_inference():
         _SCALARS[value] = made
     return made
 

@@ -192,8 +192,8 @@ def cross_entropy(
     ``(loss, Extras)``. ``chunk_bytes`` has no effect here, since the caller holds the logits.
     """
     tensors, key = (input, None, None, target), None
-    if weight is None and token_weights is None and extras is None and dim is None and not label_smoothing:
-        key = known_calls.key_of(tensors, (function, reduction, ignore_index, z_loss, backend))
+    if weight is None and token_weights is None and extras is None and dim is None and label_smoothing == 0.0:
+        key = known_calls.key_of(tensors, (function, reduction, ignore_index, z_loss, chunk_bytes, backend))
         if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
             return loss
     check_floating("input", input)
@@ -226,7 +226,7 @@ def cross_entropy(
     )
     if key is not None:
         plan = call.plan(*tensors) if class_dim == input.ndim - 1 else None
-        if (loss := known_calls.learn(key, plan, tensors)) is not None:
+        if (loss := known_calls.learn(key, plan, call.decision, tensors)) is not None:
             return loss
     return call.compute(rows.reshape(-1, 1, rows.shape[-1]), None, None, None)
 
@@ -275,7 +275,7 @@ def linear_cross_entropy(
     its own.
     """
     tensors, key = (input, linear_weight, linear_bias, target), None
-    if weight is None and token_weights is None and extras is None and not label_smoothing:
+    if weight is None and token_weights is None and extras is None and label_smoothing == 0.0:
         options = (function, reduction, ignore_index, z_loss, chunk_bytes, weight_gradient, backend)
         key = known_calls.key_of(tensors, options)
         if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
@@ -300,8 +300,10 @@ def linear_cross_entropy(
         device=input.device,
         weight_gradient=weight_gradient,
     )
-    if key is not None and (loss := known_calls.learn(key, call.plan(*tensors), tensors)) is not None:
-        return loss
+    if key is not None:
+        plan = call.plan(*tensors)
+        if (loss := known_calls.learn(key, plan, call.decision, tensors)) is not None:
+            return loss
     return call.compute(product.hidden(input), linear_weight, linear_bias, None)
 
 
@@ -356,7 +358,7 @@ def mixture_cross_entropy(
     smoothing, probability targets, argmax and entropy need the mixed probability of every class and cost more.
     """
     tensors, key = (input, prior_logits, linear_weight, linear_bias, target), None
-    if weight is None and token_weights is None and extras is None and not label_smoothing:
+    if weight is None and token_weights is None and extras is None and label_smoothing == 0.0:
         options = (
             *(function, prior_function, reduction, ignore_index),
             *(floor, z_loss, chunk_bytes, weight_gradient, backend),
@@ -390,7 +392,7 @@ def mixture_cross_entropy(
     )
     if key is not None:
         plan = call.mixture_plan(*tensors, prior_of(member, prior_function))
-        if (loss := known_calls.learn(key, plan, tensors)) is not None:
+        if (loss := known_calls.learn(key, plan, call.decision, tensors)) is not None:
             return loss
     return call.compute(
         product.hidden(input),

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from sigsoftmax import validation
 from sigsoftmax.backends import dispatch
+from sigsoftmax.family import OutputFunction
 
 if TYPE_CHECKING:
     from sigsoftmax.backends.triton.few import Plan
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 MOST_KNOWN = 1024
 Key = tuple[Any, ...]
 _known: dict[Key, tuple[Plan | None, dispatch.Decision | None]] = {}
+"""Keys hold no tensors, and so keep nothing alive that is large."""
 
 
 def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | None:
@@ -29,15 +31,25 @@ def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | 
 
     ``tensors`` begin with the input and end with the targets.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or forward_ad._current_level >= 0:
+    if (
+        torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+    ):
         return None
     # True equals 1, and may be an error where that is none.
     parts = [os.environ.get(dispatch.ENVIRONMENT_VARIABLE), *options, *map(type, options)]
+    for option in options:
+        # What is in a tensor can change.
+        if isinstance(option, Tensor) or (isinstance(option, OutputFunction) and not option.is_fixed):
+            return None
     for tensor in tensors:
         if tensor is None:
             parts.append(None)
             continue
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or dispatch.is_wrapped(tensor):
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or dispatch.is_wrapped(tensor) or tensor.is_neg():
             return None
         parts += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_contiguous())
     input = tensors[0]
@@ -65,9 +77,11 @@ def loss_of(key: Key, tensors: Sequence[Tensor | None]) -> Tensor | None:
     return few.loss_by(plan, *tensors)
 
 
-def learn(key: Key, plan: Plan | None, tensors: Sequence[Tensor | None]) -> Tensor | None:
+def learn(
+    key: Key, plan: Plan | None, decision: dispatch.Decision | None, tensors: Sequence[Tensor | None]
+) -> Tensor | None:
     """The loss by a plan, by which such calls are computed from now on; without one, in another way."""
     if len(_known) >= MOST_KNOWN:
         _known.clear()
-    _known[key] = plan, dispatch.explain()
+    _known[key] = plan, decision
     return loss_of(key, tensors)

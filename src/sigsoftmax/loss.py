@@ -76,6 +76,7 @@ class Loss:
         self.extras, self.backend, self.chunk_bytes = extras or (), backend, chunk_bytes
         self.class_weight, self.token_weights = class_weight, token_weights
         self.wants_extras = extras is not None
+        self.decision: dispatch.Decision | None = None
         self.shard = shard
         if weight_gradient not in get_args(WeightGradient):
             choices = ", ".join(map(repr, get_args(WeightGradient)))
@@ -187,8 +188,9 @@ class Loss:
         )
 
     def _is_for_few(self, *tensors: Tensor | None) -> bool:
-        backend = dispatch.choose(self.backend, self.member.form, self.product_dtype, (*tensors, *self.arguments))
-        return backend == "triton" and self.reduction != "none" and self.member.is_fixed
+        everything = (*tensors, *self.arguments)
+        self.decision = dispatch.decision(self.backend, self.member.form, self.product_dtype, everything)
+        return self.decision.backend == "triton" and self.reduction != "none" and self.member.is_fixed
 
     def compute(
         self,

@@ -144,6 +144,21 @@ def test_targets_with_a_gradient_go_to_the_reference_or_are_refused() -> None:
     assert str(sigsoftmax.explain()).startswith("blocked (chosen by default)")
 
 
+def test_tensors_from_outside_a_transform() -> None:
+    """torch.func sees them all the same. The member is used here for the first time, and works outside afterwards."""
+    z, member = Z.clone().requires_grad_(), "gss(k=0.31718)"
+
+    def by_factor(factor: Tensor) -> Tensor:
+        return factor * sigsoftmax.cross_entropy(z, TARGET, function=member)
+
+    slopes = [torch.func.grad(by_factor)(torch.tensor(2.0)), torch.func.vmap(by_factor)(torch.ones(2))[0]]
+    assert str(sigsoftmax.explain()).startswith("reference")
+    expected = sigsoftmax.cross_entropy(z, TARGET, function=member)
+    assert str(sigsoftmax.explain()).startswith("blocked (chosen by default)")
+    for slope in slopes:
+        torch.testing.assert_close(slope, expected)
+
+
 def test_an_environment_that_asks_for_a_fast_backend_is_not_overridden_silently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

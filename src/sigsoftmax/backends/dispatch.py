@@ -106,12 +106,26 @@ def choose(
     *,
     needs_autograd_of: Tensor | None = None,
 ) -> str:
+    """The backend of a :func:`decision`, which ``explain`` will tell of."""
+    made = decision(backend, form, dtype, tensors, needs_autograd_of=needs_autograd_of)
+    if not torch.compiler.is_compiling():
+        recall(made)
+    return made.backend
+
+
+def decision(
+    backend: str | None,
+    form: Form,
+    dtype: torch.dtype,
+    tensors: Sequence[Tensor | None],
+    *,
+    needs_autograd_of: Tensor | None = None,
+) -> Decision:
     """Pick a backend: the argument, else the environment, else the fastest that can.
 
     ``dtype`` is that of the logits; ``tensors`` take part in the operation, the first one tells the device;
     ``needs_autograd_of`` is one whose gradient only the reference has.
     """
-    global _last
     asked, chosen_by = backend, "the argument backend="
     if asked is None and (asked := os.environ.get(ENVIRONMENT_VARIABLE) or None):
         chosen_by = f"the environment variable {ENVIRONMENT_VARIABLE}"
@@ -122,25 +136,19 @@ def choose(
     if reason is not None:
         if asked not in (None, "reference"):
             raise ValueError(f"backend {asked!r} cannot be used: {reason}; pass backend='reference'")
-        decision = Decision("reference", chosen_by if asked else "the inputs", dict.fromkeys(_BACKENDS, reason))
-    elif asked == "reference":
-        decision = Decision(asked, chosen_by)
-    else:
-        device = present[0].device
-        refused: dict[str, str] = {}
-        for name, candidate in _BACKENDS.items():
-            if asked in (None, name):
-                reason = candidate.why_refused(form, dtype, device)
-                if reason is None:
-                    decision = Decision(name, chosen_by if asked else "default", refused)
-                    break
-                refused[name] = reason
-        else:
-            assert asked is not None
-            raise ValueError(f"backend {asked!r} cannot be used: {refused[asked]}; leave the choice to the package")
-    if not torch.compiler.is_compiling():
-        _last = decision
-    return decision.backend
+        return Decision("reference", chosen_by if asked else "the inputs", dict.fromkeys(_BACKENDS, reason))
+    if asked == "reference":
+        return Decision(asked, chosen_by)
+    device = present[0].device
+    refused: dict[str, str] = {}
+    for name, candidate in _BACKENDS.items():
+        if asked in (None, name):
+            reason = candidate.why_refused(form, dtype, device)
+            if reason is None:
+                return Decision(name, chosen_by if asked else "default", refused)
+            refused[name] = reason
+    assert asked is not None
+    raise ValueError(f"backend {asked!r} cannot be used: {refused[asked]}; leave the choice to the package")
 
 
 is_wrapped: Callable[[Any], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -151,7 +159,7 @@ def _why_only_reference(tensors: Sequence[Tensor], needs_autograd_of: Tensor | N
         return "probability targets and class weights that require a gradient need plain autograd"
     if torch.compiler.is_compiling():
         return None
-    if any(is_wrapped(t) for t in tensors):
+    if torch._C._are_functorch_transforms_active() or any(is_wrapped(t) for t in tensors):
         return "the inputs are inside torch.func (vmap, grad, jvp, ...), which the fast backends do not support"
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         return "forward-mode derivatives need plain autograd"

@@ -77,7 +77,8 @@ class GivenLogits(Source):
     """Logits that the caller holds; they are read, never overwritten."""
 
     def __init__(self, logits_NV: Tensor, gradient_NV: Tensor | None) -> None:
-        self.logits_like = logits_NV
+        # Kernels read memory, and a view may stand for the negative of what is there.
+        self.logits_like = logits_NV.resolve_neg()
         self.gradient_NV = gradient_NV
         self.num_tokens, self.num_classes = logits_NV.shape
         self.components = 1
@@ -184,7 +185,8 @@ class LinearLogits(Source):
         return memory.as_strided((rows, classes), (stride, 1))
 
     def whole_rows(self, logits_RV: Tensor) -> Tensor:
-        if logits_RV.is_contiguous():
+        # A single row is contiguous, whatever comes after it.
+        if logits_RV.stride(0) == logits_RV.shape[1]:
             return logits_RV
         wide_RV = self._with_room(logits_RV)
         wide_RV[:, logits_RV.shape[1] :] = reference.MASK
@@ -255,21 +257,20 @@ class LinearLogits(Source):
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         if not self.walks_classes:
             self.begin_gradients()
-        hidden_Rd = self.hidden_NKd.flatten(0, 1)
-        is_as_it_is = hidden_Rd.dtype == self.weight_Vd.dtype
+        is_as_it_is = self.hidden_NKd.dtype == self.weight_Vd.dtype
         for first in range(0, self.num_tokens, self.chunk_tokens):
             self.first, self.last = first, min(first + self.chunk_tokens, self.num_tokens)
-            chunk_Rd = self.rows_of(hidden_Rd)
+            chunk_Rd = self.rows_of(self.hidden_NKd)
             self.chunk_Rd = chunk_Rd if is_as_it_is else chunk_Rd.to(self.weight_Vd.dtype)
             if self.chunk_Rd.shape[0] != self.chunk_RV.shape[0]:
                 self.chunk_RV = self.matrix(self.slab, self.chunk_Rd.shape[0], self.num_classes)
             self.logits_of(self.chunk_Rd, 0, self.num_classes, self.chunk_RV)
             yield first, self.chunk_RV
 
-    def rows_of(self, all_Rd: Tensor) -> Tensor:
+    def rows_of(self, all_NKd: Tensor) -> Tensor:
         """Those of the current chunk."""
         is_all = self.last - self.first == self.num_tokens
-        return all_Rd if is_all else all_Rd[self.first * self.components : self.last * self.components]
+        return (all_NKd if is_all else all_NKd[self.first : self.last]).flatten(0, 1)
 
     def gradient_rows(self, first_row: int, logits_RV: Tensor) -> Tensor:
         return logits_RV
@@ -277,8 +278,7 @@ class LinearLogits(Source):
     def backpropagate(self) -> None:
         is_first = self.first == 0
         if self.hidden_gradient is not None:
-            by_hidden_Rd = self.hidden_gradient.flatten(0, 1)
-            self.add_to_hidden(self.rows_of(by_hidden_Rd), self.chunk_RV, 0, is_first=True)
+            self.add_to_hidden(self.rows_of(self.hidden_gradient), self.chunk_RV, 0, is_first=True)
         if self.weight_gradient is not None:
             self.add_to_weight(self.weight_gradient, self.chunk_RV, self.chunk_Rd, is_first=is_first)
         if self.bias_gradient is not None:

@@ -172,6 +172,38 @@ def test_masks_and_rows_that_do_not_count(planned: list[few.Plan]) -> None:
     assert len(planned) == 1
 
 
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_a_single_token(alignment: int, planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, or left for the last chunk; one row is contiguous, whatever comes after it."""
+    monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
+    odd = V - 11
+    for options in ({}, {"reduction": "sum"}):
+        check(
+            linear,
+            [torch.randn(1, D), torch.randn(odd, D), torch.randn(odd)],
+            torch.float32,
+            target=torch.tensor([7]),
+            **options,
+        )
+    inputs = [torch.randn(3, 1, D), torch.randn(3, 1), torch.randn(odd, D), torch.randn(odd)]
+    check(mixture, inputs, torch.float32, target=torch.tensor([2, -100, odd - 1]), chunk_bytes=2 * V * 4)
+    assert len(planned) == 3
+
+
+@pytest.mark.parametrize("features", [0, 1])
+def test_features_that_are_few_or_none(features: int, planned: list[few.Plan]) -> None:
+    inputs = [torch.randn(N, K, features), torch.randn(N, K), torch.randn(V, features), torch.randn(V)]
+    check(mixture, inputs, torch.float32, target=target())
+    assert len(planned) == 1
+
+
+def test_a_prior_of_the_users_own(planned: list[few.Plan]) -> None:
+    sigsoftmax.register_function("cubic_prior", lambda z: z + z**3)
+    inputs = [torch.randn(N, K, D), torch.randn(N, K), torch.randn(V, D), torch.randn(V)]
+    check(mixture, inputs, torch.float32, target=target(), prior_function="cubic_prior")
+    assert not planned
+
+
 def test_leading_dimensions(planned: list[few.Plan]) -> None:
     def loss(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
         shaped = hidden.view(7, 1, D)
@@ -235,6 +267,29 @@ def test_gradients_are_scaled_and_kept(planned: list[few.Plan]) -> None:
     assert planned
 
 
+def test_a_loss_that_its_owner_changes(planned: list[few.Plan]) -> None:
+    logits = leaves(N, V)
+    loss = sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="sigsoftmax", **TRITON)
+    (expected,) = torch.autograd.grad(loss, [logits], retain_graph=True)
+    loss /= 2.0
+    loss += 1.0
+    (found,) = torch.autograd.grad(loss, [logits])
+    assert torch.equal(found, 0.5 * expected)
+    assert planned
+
+
+def test_numbers_in_tensors_are_read_anew(planned: list[few.Plan]) -> None:
+    logits, y, z_loss = leaves(N, V), target().to(DEVICE), torch.tensor(0.1)
+
+    def loss() -> float:
+        return sigsoftmax.cross_entropy(logits, y, function="sigsoftmax", z_loss=z_loss, **TRITON).item()
+
+    first = loss()
+    z_loss.zero_()
+    assert loss() < first
+    assert not planned
+
+
 @pytest.mark.parametrize("wanted", range(4))
 def test_gradients_that_are_not_wanted(wanted: int, planned: list[few.Plan]) -> None:
     inputs = [leaves(N, K, D), leaves(N, K), leaves(V, D), leaves(V)]
@@ -281,6 +336,9 @@ OTHERS: dict[str, Change] = {
     "none": other("reduction", "none"),
     "extras": other("extras", ("argmax",)),
     "a parameter in a tensor": other("function", OutputFunction("gss", k=torch.tensor(0.3))),
+    "a view of negative numbers": lambda call: call.update(
+        input=torch._neg_view(call["input"].detach()).requires_grad_()
+    ),
     "another member": other("function", "gss(k=0.3)"),
     "narrow targets": lambda call: call.update(target=call["target"].int()),
     "chunks": other("chunk_bytes", V * 4 * 2),

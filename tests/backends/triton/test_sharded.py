@@ -15,7 +15,7 @@ from tests.backends.triton.device import DEVICE
 from tests.tables import LEAST
 
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.triton import launches, priors, rows
+from sigsoftmax.backends.triton import launches
 
 SIZES = (4, 1, 6)
 
@@ -23,14 +23,13 @@ SIZES = (4, 1, 6)
 @pytest.fixture(autouse=True)
 def _one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter is not made for threads."""
-    lock = threading.Lock()
+    lock, launch = threading.Lock(), launches._launch
 
-    def launch_alone(*arguments: Any, **keywords: Any) -> None:
+    def launch_alone(*arguments: Any) -> Any:
         with lock:
-            launches.launch(*arguments, **keywords)
+            return launch(*arguments)
 
-    for module in (rows, priors):
-        monkeypatch.setattr(module, "launch", launch_alone)
+    monkeypatch.setattr(launches, "_launch", launch_alone)
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss(k=0.3)"])

@@ -52,6 +52,9 @@ def column_sums_kernel(
 def add_column_sums(total_V: Tensor, matrix_RV: Tensor, *, is_first: bool) -> None:
     """``total += matrix.sum(0)``, or ``total =`` that for the first one; the total is float32, and so are sums."""
     rows, columns = matrix_RV.shape
+    if not rows:
+        total_V.zero_() if is_first else None
+        return
     blocks = -(-columns // LANES)
     parts = max(1, min(-(-rows // ROWS), PROGRAMS * multiprocessors(matrix_RV.device) // blocks))
     rows_of_part = -(-rows // parts)

@@ -128,11 +128,11 @@ class Plan(Protocol):
         """Multiplies the gradients."""
 
     def compute(self, *tensors: Any) -> tuple[Any, ...]:
-        """The loss, and the gradients of all tensors but the last, which are the targets."""
+        """The loss, what each token has in it, and the gradients of all tensors but the last, which are the targets."""
 
 
 def loss_by(plan: Plan, *tensors: Tensor | None) -> Tensor:
-    return _FewTokensLoss.apply(plan, *tensors)
+    return _FewTokensLoss.apply(plan, *tensors)[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -152,7 +152,7 @@ class FewTokens:
 
     def compute(
         self, input: Tensor, weight_Vd: Tensor | None, bias_V: Tensor | None, target: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """``input`` is (..., d), or the logits (..., V) if there is no weight."""
         shares = torch.zeros(self.tokens + 1, dtype=torch.float32, device=input.device)
         total = torch.empty((), dtype=self.dtype, device=input.device)
@@ -160,7 +160,7 @@ class FewTokens:
         if weight_Vd is None:
             by_input = torch.empty_like(input)
             self.launch(input, by_input, target, shares, total)
-            return total, by_input, None, None
+            return total, shares, by_input, None, None
         if not self.is_direct:
             source = LinearLogits(
                 input.view(self.tokens, 1, input.shape[-1]),
@@ -177,7 +177,7 @@ class FewTokens:
                 self.launch(logits_NV, logits_NV, target, shares, total)
                 source.backpropagate()
             by_hidden, by_weight, by_bias = source.gradients()
-            return total, None if by_hidden is None else by_hidden.view(input.shape), by_weight, by_bias
+            return total, shares, None if by_hidden is None else by_hidden.view(input.shape), by_weight, by_bias
         rows_Nd = input if input.ndim == 2 else input.view(self.tokens, input.shape[-1])
         weight_dV = weight_Vd.t()
         logits_NV = torch.mm(rows_Nd, weight_dV) if bias_V is None else torch.addmm(bias_V, rows_Nd, weight_dV)
@@ -189,6 +189,7 @@ class FewTokens:
             by_bias = by_bias.to(bias_V.dtype)
         return (
             total,
+            shares,
             torch.mm(logits_NV, weight_Vd).view(input.shape) if needs_input else None,
             torch.mm(logits_NV.t(), rows_Nd) if needs_weight else None,
             by_bias,
@@ -199,20 +200,21 @@ class _FewTokensLoss(torch.autograd.Function):
     """By a plan, of tensors of which the last, the targets, has no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        total, *gradients = plan.compute(*tensors)
-        # The loss itself leads a second derivative to the inputs.
-        ctx.save_for_backward(total, *gradients)
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        total, shares, *gradients = plan.compute(*tensors)
+        # An output leads a second derivative to the inputs; not the loss, which its owner may change.
+        ctx.save_for_backward(shares, *gradients)
+        ctx.set_materialize_grads(False)
         ctx.scale = plan.scale
-        return total
+        return total, shares
 
     @staticmethod
     def backward(ctx: Any, *by_outputs: Tensor) -> tuple[Tensor | None, ...]:
         by_total = by_outputs[0]
-        total, *stored = ctx.saved_tensors
+        shares, *stored = ctx.saved_tensors
         scaled = iter(times([t for t in stored if t is not None], by_total, ctx.scale))
         gradients = tuple(None if t is None else next(scaled) for t in stored)
-        return None, *not_differentiable_again(gradients, (by_total, total)), None
+        return None, *not_differentiable_again(gradients, (by_total, shares)), None
 
 
 def needed(tensors: Sequence[Tensor | None]) -> tuple[bool, ...]:

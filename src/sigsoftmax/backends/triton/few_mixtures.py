@@ -117,12 +117,12 @@ class FewMixture:
 
     def compute(
         self, input: Tensor, prior_logits: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, target: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """``input`` is (..., K, d), ``prior_logits`` (..., K)."""
         needs_input, needs_prior, needs_weight, needs_bias = self.needs
         components, features = input.shape[-2:]
         source = LinearLogits(
-            input.view(-1, components, features),
+            input.view(target.numel(), components, features),
             weight_Vd,
             bias_V,
             self.product_dtype,
@@ -152,6 +152,7 @@ class FewMixture:
         by_hidden, by_weight, by_bias = source.gradients()
         return (
             total,
+            shares,
             None if by_hidden is None else by_hidden.view(input.shape),
             by_prior if needs_prior else None,
             by_weight,
@@ -185,6 +186,7 @@ def plan_of(
     present = [t for t in (input, prior_logits, weight, bias) if t is not None]
     if (
         prior_values is None
+        or prior_form.name not in forms.CODES
         or components > priors.MOST_COMPONENTS
         or not few.fits(form, arguments, tokens)
         or not few.is_simple([*present, target])
@@ -193,7 +195,7 @@ def plan_of(
     ):
         return None
     source = LinearLogits(
-        input.detach().view(-1, *input.shape[-2:]),
+        input.detach().view(tokens, *input.shape[-2:]),
         weight.detach(),
         None if bias is None else bias.detach(),
         product_dtype,

@@ -135,5 +135,5 @@ class _LogPrior(torch.autograd.Function):
 
 def log_prior(prior_logits: Tensor, form: Form, values: tuple[float, ...]) -> Tensor:
     """Log-probabilities over the last dimension, at most :data:`MOST_COMPONENTS`, in float32; ``values`` are fixed."""
-    flat_NK = prior_logits.reshape(-1, prior_logits.shape[-1]).contiguous()
+    flat_NK = prior_logits.reshape(-1, prior_logits.shape[-1]).contiguous().resolve_neg()
     return _LogPrior.apply(flat_NK, form.name, values).view(prior_logits.shape)
