@@ -212,7 +212,7 @@ def beside_sigsoftmax(machine: Machine, shape: Shape, rounds: int) -> list[Measu
         baseline="ours sigsoftmax",
         implementations=steps,
         targets={
-            "ours softmax": "<= 1.0x",
+            "ours softmax": "no slower",
             "ours softmax in a CUDA graph": "<= 1.0x of ours sigsoftmax in a CUDA graph",
         },
     )

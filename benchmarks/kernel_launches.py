@@ -76,7 +76,7 @@ def recorded() -> Iterator[list[Launch]]:
                     stack.enter_context(mock.patch.object(module, name, Recorder(value, launches)))
         scaling = importlib.import_module(f"{kernels.__name__}.scaling")
 
-        def times(gradients: Sequence[Tensor], factor: Tensor, in_place: object = None) -> list[Tensor]:
+        def times(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
             scaling.scale_in_place(gradients, factor)
             return list(gradients)
 

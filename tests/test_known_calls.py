@@ -83,7 +83,7 @@ def test_other_tensors_make_another_call(other: Any, tensors: tuple[Tensor, Tens
 
 
 def test_other_options_make_another_call(tensors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [key_of(tensors, options) for options in ((1,), (True,), (1.0,), ("1",), (OutputFunction("gss", k=1.0),))]
+    keys = [key_of(tensors, options) for options in ((1,), (2,), ("1",), (1, None), (OutputFunction("gss", k=1.0),))]
     keys += [key_of(tensors, (OutputFunction("gss", k=2.0),))]
     monkeypatch.setenv(dispatch.ENVIRONMENT_VARIABLE, "blocked")
     keys.append(key_of(tensors, (1,)))
@@ -124,7 +124,12 @@ def test_where_decisions_depend_on_more_there_is_no_key(tensors: tuple[Tensor, T
 @pytest.mark.parametrize("option", [torch.tensor(0.1), OutputFunction("gss", k=torch.tensor(0.2))], ids=["z_loss", "k"])
 def test_numbers_in_tensors_are_not_remembered(option: Any, tensors: tuple[Tensor, Tensor]) -> None:
     """They can change; and a key would keep them alive, and all that they were computed from."""
-    assert key_of(tensors, (option,)) is None
+    key = key_of(tensors, ("sigsoftmax", option))
+    assert key is not None
+    assert learn(key, Twice(), DECISION, tensors) is None
+    assert not known_calls._known
+    if isinstance(option, OutputFunction):
+        assert key_of(tensors, (option,)) is None
 
 
 def test_where_targets_are_checked_by_value_there_is_no_key(

@@ -193,7 +193,9 @@ def cross_entropy(
     """
     tensors, key = (input, None, None, target), None
     if weight is None and token_weights is None and extras is None and dim is None and label_smoothing == 0.0:
-        key = known_calls.key_of(tensors, (function, reduction, ignore_index, z_loss, chunk_bytes, backend))
+        key = known_calls.key_of(
+            tensors, (function, reduction, ignore_index, z_loss, chunk_bytes, type(chunk_bytes), backend)
+        )
         if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
             return loss
     check_floating("input", input)
@@ -276,7 +278,8 @@ def linear_cross_entropy(
     """
     tensors, key = (input, linear_weight, linear_bias, target), None
     if weight is None and token_weights is None and extras is None and label_smoothing == 0.0:
-        options = (function, reduction, ignore_index, z_loss, chunk_bytes, weight_gradient, backend)
+        budget = (chunk_bytes, type(chunk_bytes))
+        options = (function, reduction, ignore_index, z_loss, *budget, weight_gradient, backend)
         key = known_calls.key_of(tensors, options)
         if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
             return loss
@@ -360,8 +363,8 @@ def mixture_cross_entropy(
     tensors, key = (input, prior_logits, linear_weight, linear_bias, target), None
     if weight is None and token_weights is None and extras is None and label_smoothing == 0.0:
         options = (
-            *(function, prior_function, reduction, ignore_index),
-            *(floor, z_loss, chunk_bytes, weight_gradient, backend),
+            *(function, prior_function, reduction, ignore_index, floor),
+            *(z_loss, chunk_bytes, type(chunk_bytes), weight_gradient, backend),
         )
         key = known_calls.key_of(tensors, options)
         if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:

@@ -29,7 +29,8 @@ _known: dict[Key, tuple[Plan | None, dispatch.Decision | None]] = {}
 def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | None:
     """All that decisions about a call depend on; None where they depend on more, or another way is known to be it.
 
-    ``tensors`` begin with the input and end with the targets.
+    ``tensors`` begin with the input and end with the targets, ``options`` begin with the output function. An option
+    must not equal one that means another thing.
     """
     if (
         torch.compiler.is_compiling()
@@ -39,12 +40,10 @@ def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | 
         or torch._C._are_functorch_transforms_active()
     ):
         return None
-    # True equals 1, and may be an error where that is none.
-    parts = [os.environ.get(dispatch.ENVIRONMENT_VARIABLE), *options, *map(type, options)]
-    for option in options:
-        # What is in a tensor can change.
-        if isinstance(option, Tensor) or (isinstance(option, OutputFunction) and not option.is_fixed):
-            return None
+    function = options[0]
+    if isinstance(function, OutputFunction) and not function.is_fixed:
+        return None
+    parts = [os.environ.get(dispatch.ENVIRONMENT_VARIABLE), *options]
     for tensor in tensors:
         if tensor is None:
             parts.append(None)
@@ -81,6 +80,9 @@ def learn(
     key: Key, plan: Plan | None, decision: dispatch.Decision | None, tensors: Sequence[Tensor | None]
 ) -> Tensor | None:
     """The loss by a plan, by which such calls are computed from now on; without one, in another way."""
+    if any(isinstance(part, Tensor) or (isinstance(part, OutputFunction) and not part.is_fixed) for part in key):
+        # What is in a tensor can change, and a key would keep it alive.
+        return None
     if len(_known) >= MOST_KNOWN:
         _known.clear()
     _known[key] = plan, decision

@@ -113,6 +113,7 @@ def measured(name: str = "ours", **fields: object) -> Measurement:
         ("<= 1.15x torch's error, <= 0.5x", "no: <= 1.15x torch's error"),
         ("aim 1.0x torch's error", "aim 1.0x torch's error: not reached"),
         ("linear", "not measured: linear"),
+        ("no slower", "yes"),
     ],
 )
 def test_verdicts(target: str, expected: str):
@@ -120,6 +121,12 @@ def test_verdicts(target: str, expected: str):
     base = measured("base", ratio=1.0, peak_mib=500.0)
     case = {"base": base, "ours": own, "third": measured("third", ratio=0.4, peak_mib=40.0)}
     assert targets.verdict(own, case) == expected
+
+
+def test_no_slower_is_judged_by_the_spread():
+    for quartiles, expected in (((0.99, 1.02), "yes"), ((1.001, 1.02), "no: no slower")):
+        own = measured(target="no slower", ratio=1.01, ratio_quartiles=quartiles)
+        assert targets.verdict(own, {"ours": own}) == expected
 
 
 def test_flat_allows_a_fifth():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,28 +24,21 @@ def is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(tensor) is not Tensor
 
 
-def times(
-    gradients: Sequence[Tensor], factor: Tensor, in_place: Callable[[Sequence[Tensor], Tensor], None] | None = None
-) -> list[Tensor]:
-    """Gradients times the incoming gradient, in place where nobody will ask for them again.
-
-    ``in_place`` is what does that on a GPU, if the caller has prepared it.
-    """
-    if is_traced(factor) or _keeps_graph():
+def times(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+    """Gradients times the incoming gradient, in place where nobody will ask for them again."""
+    if is_traced(factor) or keeps_graph():
         return [gradient * factor.to(gradient.dtype) for gradient in gradients]
     if factor.device.type == "cpu" and bool(factor == 1):
         return list(gradients)
     if factor.device.type == "cuda" and dispatch.has_kernels():
-        if in_place is None:
-            from sigsoftmax.backends.triton import scaling
+        from sigsoftmax.backends.triton.scaling import scale_in_place
 
-            in_place = scaling.scale_in_place
-        in_place(gradients, factor)
+        scale_in_place(gradients, factor)
         return list(gradients)
     return [gradient.mul_(factor.to(gradient.dtype)) for gradient in gradients]
 
 
-def _keeps_graph() -> bool:
+def keeps_graph() -> bool:
     """Whether the backward pass that is running was asked to keep the graph (retain_graph=True)."""
     query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return query is None or bool(query())

@@ -4,6 +4,7 @@ A target is a list of clauses with commas between them:
 
     <= 1.0x                    the median ratio to the case's baseline
     <= 1.03x of ours softmax   the ratio to another implementation of the case
+    no slower                  the ratio to the baseline: a quarter of the rounds or more have at most 1
     <= 1.6 ms                  the median time
     <= 64 MiB                  the peak memory
     <= 1/10 of the memory      the peak memory relative to the baseline's
@@ -30,7 +31,7 @@ FLAT = 1.2
 LINEAR = 0.1
 """What `linear` allows to either side."""
 
-Quantity = Literal["x", "ms", "MiB", "of the memory", "torch's error", "flat", "linear"]
+Quantity = Literal["x", "no slower", "ms", "MiB", "of the memory", "torch's error", "flat", "linear"]
 CLAUSE = re.compile(
     r"(?P<word><=|aim) (?:(?P<whole>\d+(?:\.\d+)?)|1/(?P<part>[1-9]\d*))"
     r"(?:x (?P<error>torch's error)|(?P<ratio>x)(?: of (?P<other>.+))?| (?P<unit>ms|MiB|of the memory))"
@@ -54,6 +55,8 @@ class Clause:
     def _value(self, own: Measurement, case: Mapping[str, Measurement]) -> float | None:
         if self.quantity == "x":
             return own.ratio / case[self.other].ratio if self.other else own.ratio
+        if self.quantity == "no slower":
+            return own.ratio_quartiles[0]
         if self.quantity == "ms":
             return own.milliseconds
         if self.quantity == "torch's error":
@@ -99,13 +102,15 @@ def clauses(target: str) -> list[Clause]:
 def _clause(text: str) -> Clause:
     if text == "flat":
         return Clause(text=text, quantity="flat", bound=FLAT)
+    if text == "no slower":
+        return Clause(text=text, quantity="no slower", bound=1.0)
     if text == "linear":
         return Clause(text=text, quantity="linear", bound=LINEAR)
     match = CLAUSE.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"cannot judge the target {text!r}; expected '<= 1.0x', '<= 1.0x of NAME', '<= 1.6 ms', '<= 64 MiB', "
-            "'<= 1/10 of the memory', \"<= 1.2x torch's error\", 'flat', 'linear', "
+            f"cannot judge the target {text!r}; expected '<= 1.0x', '<= 1.0x of NAME', 'no slower', '<= 1.6 ms', "
+            "'<= 64 MiB', '<= 1/10 of the memory', \"<= 1.2x torch's error\", 'flat', 'linear', "
             "or one of these with 'aim' instead of '<='"
         )
     return Clause(

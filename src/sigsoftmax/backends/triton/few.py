@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sigsoftmax.backends import sources
-from sigsoftmax.backends.gradients import not_differentiable_again, times
+from sigsoftmax.backends.gradients import is_traced, keeps_graph, not_differentiable_again, times
 from sigsoftmax.backends.sources import LinearLogits, add_column_sums
 from sigsoftmax.backends.triton import fast
 from sigsoftmax.backends.triton.launches import Launch
@@ -132,7 +132,9 @@ class Plan(Protocol):
 
 
 def loss_by(plan: Plan, *tensors: Tensor | None) -> Tensor:
-    return _FewTokensLoss.apply(plan, *tensors)[0]
+    # A known call is under no transform of torch.func; what torch does first to make sure takes its time.
+    total, _ = super(torch.autograd.Function, _FewTokensLoss).apply(plan, *tensors)
+    return total
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -212,7 +214,10 @@ class _FewTokensLoss(torch.autograd.Function):
     def backward(ctx: Any, *by_outputs: Tensor) -> tuple[Tensor | None, ...]:
         by_total = by_outputs[0]
         shares, *stored = ctx.saved_tensors
-        scaled = iter(times([t for t in stored if t is not None], by_total, ctx.scale))
+        if by_total.is_cuda and not torch.is_grad_enabled() and not keeps_graph() and not is_traced(by_total):
+            ctx.scale([t for t in stored if t is not None], by_total)
+            return None, *stored, None
+        scaled = iter(times([t for t in stored if t is not None], by_total))
         gradients = tuple(None if t is None else next(scaled) for t in stored)
         return None, *not_differentiable_again(gradients, (by_total, shares)), None
 
