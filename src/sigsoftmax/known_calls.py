@@ -40,6 +40,9 @@ def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | 
         or torch._C._are_functorch_transforms_active()
     ):
         return None
+    input = tensors[0]
+    if not isinstance(input, Tensor) or validation.wants_messages(input.device):
+        return None
     function = options[0]
     if isinstance(function, OutputFunction) and not function.is_fixed:
         return None
@@ -51,9 +54,6 @@ def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | 
         if type(tensor) not in (Tensor, torch.nn.Parameter) or dispatch.is_wrapped(tensor) or tensor.is_neg():
             return None
         parts += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_contiguous())
-    input = tensors[0]
-    if input is None or validation.wants_messages(input.device):
-        return None
     kind = input.device.type
     parts.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
     key = tuple(parts)
