@@ -96,9 +96,9 @@ def log_prior(
         # A backend that was asked for by name serves the components, and need not serve the prior.
         chosen = "reference"
     if chosen == "triton" and not torch.compiler.is_compiling():
-        from sigsoftmax.backends.triton import priors, rows
+        from sigsoftmax.backends.triton import fixed, priors
 
-        values = rows.fixed_values(arguments)
+        values = fixed.fixed_values(arguments)
         if values is not None and prior_logits.shape[-1] <= priors.MOST_COMPONENTS:
             return priors.log_prior(prior_logits, prior.form, values)
     return reference.log_probs(prior_logits, prior.form, arguments)

@@ -20,7 +20,7 @@ from torch import Tensor
 import sigsoftmax
 from sigsoftmax import OutputFunction, known_calls, validation
 from sigsoftmax.backends import reference, sources
-from sigsoftmax.backends.triton import few, priors, rows
+from sigsoftmax.backends.triton import few, fixed, priors
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
@@ -378,7 +378,7 @@ def test_the_loss_of_a_target_that_no_component_allows(floor: float) -> None:
 @pytest.mark.parametrize("shape", [(5, 15), (2, 3, 1), (0, 4), (700, 2)], ids=str)
 def test_log_priors(label: str, shape: tuple[int, ...]) -> None:
     function = by_label[label].make(shape[-1])
-    values = rows.fixed_values(function.arguments())
+    values = fixed.fixed_values(function.arguments())
     assert values is not None
     logits = 3.0 * torch.randn(shape)
     logits[..., :1, 0] = 40.0
@@ -409,7 +409,7 @@ def test_log_priors(label: str, shape: tuple[int, ...]) -> None:
 def test_a_second_derivative_of_the_prior_is_refused() -> None:
     logits = torch.randn(3, 4, device=DEVICE, requires_grad=True)
     function = OutputFunction("sigsoftmax")
-    values = rows.fixed_values(function.arguments())
+    values = fixed.fixed_values(function.arguments())
     assert values is not None
     total = priors.log_prior(logits, function.form, values).square().sum()
     (gradient,) = torch.autograd.grad(total, logits, create_graph=True)

@@ -21,8 +21,8 @@ from sigsoftmax.backends import sources
 from sigsoftmax.backends.gradients import is_traced, keeps_graph, not_differentiable_again, times
 from sigsoftmax.backends.sources import LinearLogits, add_column_sums
 from sigsoftmax.backends.triton import fast
+from sigsoftmax.backends.triton.fixed import fixed_values, is_sigsoftmax, is_softmax
 from sigsoftmax.backends.triton.launches import Launch
-from sigsoftmax.backends.triton.rows import fixed_values, is_sigsoftmax, is_softmax
 from sigsoftmax.backends.triton.scaling import Scaling
 from sigsoftmax.backends.triton.shapes import fast_shape, multiprocessors
 from sigsoftmax.forms import Form

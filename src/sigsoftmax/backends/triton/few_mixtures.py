@@ -18,8 +18,9 @@ from torch import Tensor
 from sigsoftmax.backends import sources
 from sigsoftmax.backends.sources import LinearLogits
 from sigsoftmax.backends.triton import few, forms, mixtures, priors
+from sigsoftmax.backends.triton.fixed import fixed_values
 from sigsoftmax.backends.triton.launches import Launch
-from sigsoftmax.backends.triton.rows import TritonRows, fixed_values
+from sigsoftmax.backends.triton.rows import TritonRows
 from sigsoftmax.backends.triton.scaling import Scaling
 from sigsoftmax.forms import Form
 

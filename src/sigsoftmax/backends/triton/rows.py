@@ -6,13 +6,13 @@ Shapes: R rows, V classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
 from sigsoftmax.backends.triton import fast, forms, general
+from sigsoftmax.backends.triton.fixed import is_sigsoftmax, is_softmax, value_of
 from sigsoftmax.backends.triton.launches import Launch, launch
 from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors
 from sigsoftmax.forms import Form
@@ -50,7 +50,7 @@ class TritonRows:
         self.device = logits_like.device
         self.needs_arguments = needs_arguments
         self.arguments = [a.detach() if a.requires_grad else a for a in arguments]
-        self.values = [_value(a) for a in self.arguments]
+        self.values = [value_of(a) for a in self.arguments]
         self.pointers = [
             None if v is not None else a.to(self.device).contiguous()
             for a, v in zip(self.arguments, self.values, strict=True)
@@ -424,24 +424,3 @@ class TritonRows:
         pointers = [*self.pointers, None, None][:3]
         names = ("ALPHA_IS_POINTER", "BETA_IS_POINTER", "C_IS_POINTER")
         return {name: p is not None for name, p in zip(names, pointers, strict=True)}
-
-
-def is_softmax(form: Form, values: Sequence[float | None]) -> bool:
-    """Whether it is softmax of any temperature, given the values of its arguments (None: not fixed)."""
-    return form.name == "logistic" and values[1] == 0.0 and values[0] is not None
-
-
-def is_sigsoftmax(form: Form, values: Sequence[float | None]) -> bool:
-    """Whether it is sigsoftmax with any shift."""
-    return form.name == "logistic" and values[0] == values[1] == 1.0 and values[2] is not None
-
-
-def fixed_values(arguments: Sequence[Tensor]) -> tuple[float, ...] | None:
-    """The values of arguments that are all fixed scalars, else None."""
-    values = tuple(_value(a) for a in arguments)
-    return None if None in values else cast("tuple[float, ...]", values)
-
-
-def _value(argument: Tensor) -> float | None:
-    """The value of a fixed scalar, which lives on the CPU; reading one from the device would wait for it."""
-    return float(argument) if argument.ndim == 0 and argument.device.type == "cpu" else None

@@ -1,0 +1,31 @@
+"""Arguments of a form that are fixed numbers, which the host knows, and the kernels that they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor
+
+from sigsoftmax.forms import Form
+
+
+def value_of(argument: Tensor) -> float | None:
+    """The value of a fixed scalar, which lives on the CPU; reading one from the device would wait for it."""
+    return float(argument) if argument.ndim == 0 and argument.device.type == "cpu" else None
+
+
+def fixed_values(arguments: Sequence[Tensor]) -> tuple[float, ...] | None:
+    """The values of arguments that are all fixed scalars, else None."""
+    values = tuple(value_of(a) for a in arguments)
+    return None if None in values else cast("tuple[float, ...]", values)
+
+
+def is_softmax(form: Form, values: Sequence[float | None]) -> bool:
+    """Whether it is softmax of any temperature, given the values of its arguments (None: not fixed)."""
+    return form.name == "logistic" and values[1] == 0.0 and values[0] is not None
+
+
+def is_sigsoftmax(form: Form, values: Sequence[float | None]) -> bool:
+    """Whether it is sigsoftmax with any shift."""
+    return form.name == "logistic" and values[0] == values[1] == 1.0 and values[2] is not None
