@@ -8,7 +8,7 @@ Shapes: N tokens, K components, V classes, d features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -146,12 +146,7 @@ class Loss:
             linear_weight,
             linear_bias,
             target,
-            is_mean=self.reduction == "mean",
-            ignore_index=self.ignore_index,
-            z_loss=self.z_loss,
-            dtype=self.dtype,
-            product_dtype=self.product_dtype,
-            chunk_bytes=self.chunk_bytes,
+            **self._plan_options(),
         )
 
     def mixture_plan(
@@ -177,15 +172,21 @@ class Loss:
             linear_weight,
             linear_bias,
             target,
-            is_mean=self.reduction == "mean",
-            ignore_index=self.ignore_index,
-            z_loss=self.z_loss,
             floor=self.floor,
-            dtype=self.dtype,
-            product_dtype=self.product_dtype,
-            chunk_bytes=self.chunk_bytes,
             weight_gradient=self.weight_gradient,
+            **self._plan_options(),
         )
+
+    def _plan_options(self) -> dict[str, Any]:
+        """Those that every plan depends on."""
+        return {
+            "is_mean": self.reduction == "mean",
+            "ignore_index": self.ignore_index,
+            "z_loss": self.z_loss,
+            "dtype": self.dtype,
+            "product_dtype": self.product_dtype,
+            "chunk_bytes": self.chunk_bytes,
+        }
 
     def _is_for_few(self, *tensors: Tensor | None) -> bool:
         everything = (*tensors, *self.arguments)

@@ -313,4 +313,7 @@ def add_column_sums(total_V: Tensor, matrix_RV: Tensor, *, is_first: bool) -> No
         columns.add_column_sums(total_V, matrix_RV, is_first=is_first)
         return
     sums_V = matrix_RV.sum(0, dtype=total_V.dtype)
-    total_V.copy_(sums_V) if is_first else total_V.add_(sums_V)
+    if is_first:
+        total_V.copy_(sums_V)
+    else:
+        total_V.add_(sums_V)

@@ -380,7 +380,7 @@ def test_streams_other_than_the_current_one(make: Callable[[], Call]) -> None:
 @pytest.mark.parametrize("chunk_bytes", [None, 2**22], ids=["few tokens", "chunks"])
 @pytest.mark.parametrize("weight_gradient", ["fast", "exact"])
 def test_a_bias_takes_no_memory(weight_gradient: str, chunk_bytes: int | None) -> None:
-    """Where torch's sum over rows would take more than a hundred MiB."""
+    """Where torch's sum over rows would take more than the logits themselves."""
     tokens, classes = 1400, 10_000
     hidden, weight, bias = leaf(tokens, D), leaf(classes, D), leaf(classes)
     y = torch.randint(classes, (tokens,), device=DEVICE)

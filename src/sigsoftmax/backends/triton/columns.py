@@ -1,4 +1,4 @@
-"""Sums over the rows of a matrix, the gradient of a bias: torch's own take more than a hundred MiB of scratch memory.
+"""Sums over the rows of a matrix, the gradient of a bias, in a fixed order; torch's own take scratch memory besides.
 
 Shapes: R rows, V columns.
 """
@@ -53,7 +53,8 @@ def add_column_sums(total_V: Tensor, matrix_RV: Tensor, *, is_first: bool) -> No
     """``total += matrix.sum(0)``, or ``total =`` that for the first one; the total is float32, and so are sums."""
     rows, columns = matrix_RV.shape
     if not rows:
-        total_V.zero_() if is_first else None
+        if is_first:
+            total_V.zero_()
         return
     blocks = -(-columns // LANES)
     parts = max(1, min(-(-rows // ROWS), PROGRAMS * multiprocessors(matrix_RV.device) // blocks))
