@@ -453,6 +453,15 @@ def test_gradients_a_range_of_classes_at_a_time(member: Member, options: Options
 # Numbers at the edges
 
 
+@pytest.mark.parametrize("member", [by_label["sigsoftmax"], by_label["softmax"]], ids=str)
+def test_many_classes_about_the_bend_below_a_peak(member: Member) -> None:
+    """Products of their numerators and denominators underflow, and together they are seen in the normaliser."""
+    logits = 2.0 + 0.1 * torch.randn(3, 30_000)
+    logits[:, 0] = torch.tensor([17.0, 19.9, 21.0])
+    problem = make_problem(member, logits, [], PLAIN)
+    assert_right(problem, by_kernels(problem))
+
+
 @pytest.mark.parametrize("options", [PLAIN, TWO_CALLS, EVERYTHING], ids=str)
 @every_member
 def test_no_nan_for_any_finite_logit(member: Member, options: Options) -> None:

@@ -2,8 +2,9 @@
 
 The first pass sums relative to the largest logit of the row's first tile, so nothing is rescaled or compared on the
 way; a row whose sum shows that its largest logit lies far above is summed again. With about one row in flight per
-multiprocessor, and hints on what the L2 cache should keep, the second pass reads the row from there. Sigsoftmax needs
-a reciprocal an element besides; two or four elements share one: 1/a = b / (a b). Derivations: docs/mathematics.md.
+multiprocessor, and hints on what the L2 cache should keep, the second pass reads the row from there. Programs with many
+long rows begin at different times, or else all of them read and then all of them write. Sigsoftmax needs a reciprocal
+an element besides; two or four elements share one: 1/a = b / (a b). Derivations: docs/mathematics.md.
 
 Shapes: R rows, V classes.
 """
@@ -22,6 +23,9 @@ SMALLEST_SUM = tl.constexpr(0.25)
 SMALLEST_BEND = tl.constexpr(1e-18)
 """Below it the bend of sigsoftmax only touches classes whose probability is smaller still; its square is a float."""
 
+GROUPS = tl.constexpr(16)
+"""of programs that begin at the same time"""
+
 LARGEST_EASY_SHIFT = tl.constexpr(16384.0)
 HIGHEST_EASY_BEND = tl.constexpr(20.0)
 
@@ -29,8 +33,22 @@ HIGHEST_EASY_BEND = tl.constexpr(20.0)
 @triton.jit
 def _tile(pointer, start, V, LANES: tl.constexpr, POLICY: tl.constexpr):
     position = start + tl.arange(0, LANES)
-    value = tl.load(pointer + position, mask=position < V, other=-float("inf"), eviction_policy=POLICY)
-    return forms.widened(value)
+    return tl.load(pointer + position, mask=position < V, other=-float("inf"), eviction_policy=POLICY)
+
+
+@triton.jit
+def _four_tiles(pointer, start, V, LANES: tl.constexpr, POLICY: tl.constexpr):
+    return (
+        _tile(pointer, start, V, LANES, POLICY),
+        _tile(pointer, start + LANES, V, LANES, POLICY),
+        _tile(pointer, start + 2 * LANES, V, LANES, POLICY),
+        _tile(pointer, start + 3 * LANES, V, LANES, POLICY),
+    )
+
+
+@triton.jit
+def first_tile(pointer, V, LANES: tl.constexpr):
+    return _tile(pointer, 0, V, LANES, "evict_last")
 
 
 @triton.jit
@@ -67,9 +85,9 @@ def _shift(anchor, scale):
 
 
 @triton.jit
-def _powers(pointer, start, anchor, scale, shift, V, IS_EASY: tl.constexpr, LANES: tl.constexpr, POLICY: tl.constexpr):
+def _powers(tile, anchor, scale, shift, IS_EASY: tl.constexpr):
     """exp(alpha (z - anchor)) of a tile; for an easy row 2^residual times that, with one rounding and one operation."""
-    z = _tile(pointer, start, V, LANES, POLICY)
+    z = forms.widened(tile)
     if IS_EASY and not forms.IS_INTERPRETED:
         # One rounding: the compiler fuses the two operations, which the interpreter cannot.
         return tl.exp2(z * scale - shift)
@@ -78,14 +96,12 @@ def _powers(pointer, start, anchor, scale, shift, V, IS_EASY: tl.constexpr, LANE
 
 
 @triton.jit
-def _four_powers(
-    pointer, start, anchor, scale, shift, V, IS_EASY: tl.constexpr, LANES: tl.constexpr, POLICY: tl.constexpr
-):
+def _four_powers(tiles, anchor, scale, shift, IS_EASY: tl.constexpr):
     return (
-        _powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, POLICY),
-        _powers(pointer, start + LANES, anchor, scale, shift, V, IS_EASY, LANES, POLICY),
-        _powers(pointer, start + 2 * LANES, anchor, scale, shift, V, IS_EASY, LANES, POLICY),
-        _powers(pointer, start + 3 * LANES, anchor, scale, shift, V, IS_EASY, LANES, POLICY),
+        _powers(tiles[0], anchor, scale, shift, IS_EASY),
+        _powers(tiles[1], anchor, scale, shift, IS_EASY),
+        _powers(tiles[2], anchor, scale, shift, IS_EASY),
+        _powers(tiles[3], anchor, scale, shift, IS_EASY),
     )
 
 
@@ -106,7 +122,9 @@ def _sum_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
         d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
         n01 = u0 * u0 * d1 + u1 * u1 * d0
         n23 = u2 * u2 * d3 + u3 * u3 * d2
-        return n01 * forms.reciprocal(d01) + n23 * forms.reciprocal(d23)
+        # Each numerator times the reciprocal of its own two denominators: with the other two it may underflow.
+        shared = forms.reciprocal(d01 * d23)
+        return n01 * (d23 * shared) + n23 * (d01 * shared)
     else:
         return (u0 + u1) + (u2 + u3)
 
@@ -117,14 +135,15 @@ def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EA
     total = tl.zeros([LANES], tl.float32)
     if IS_SIG and not IS_EASY:
         for start in range(0, V, 2 * LANES):
-            u0 = _powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_last")
-            u1 = _powers(pointer, start + LANES, anchor, scale, shift, V, IS_EASY, LANES, "evict_last")
+            u0 = _powers(_tile(pointer, start, V, LANES, "evict_last"), anchor, scale, shift, IS_EASY)
+            u1 = _powers(_tile(pointer, start + LANES, V, LANES, "evict_last"), anchor, scale, shift, IS_EASY)
             d0 = a * u0 + b
             d1 = a * u1 + b
             total += (u0 * u0 * d1 + u1 * u1 * d0) * forms.reciprocal(d0 * d1)
     else:
         for start in range(0, V, 4 * LANES):
-            u0, u1, u2, u3 = _four_powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_last")
+            tiles = _four_tiles(pointer, start, V, LANES, "evict_last")
+            u0, u1, u2, u3 = _four_powers(tiles, anchor, scale, shift, IS_EASY)
             total += _sum_of_four(u0, u1, u2, u3, b, IS_SIG)
     return tl.sum(total, 0)
 
@@ -180,8 +199,8 @@ def _gradient_row(
         twice = 2.0 * factor
         falling = factor * a
         for start in range(0, V, 2 * LANES):
-            u0 = _powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_first")
-            u1 = _powers(pointer, start + LANES, anchor, scale, shift, V, IS_EASY, LANES, "evict_first")
+            u0 = _powers(_tile(pointer, start, V, LANES, "evict_first"), anchor, scale, shift, IS_EASY)
+            u1 = _powers(_tile(pointer, start + LANES, V, LANES, "evict_first"), anchor, scale, shift, IS_EASY)
             d0 = a * u0 + b
             d1 = a * u1 + b
             shared = forms.reciprocal(d0 * d1)
@@ -192,7 +211,8 @@ def _gradient_row(
     else:
         root = tl.sqrt(tl.abs(factor))
         for start in range(0, V, 4 * LANES):
-            u0, u1, u2, u3 = _four_powers(pointer, start, anchor, scale, shift, V, IS_EASY, LANES, "evict_first")
+            tiles = _four_tiles(pointer, start, V, LANES, "evict_first")
+            u0, u1, u2, u3 = _four_powers(tiles, anchor, scale, shift, IS_EASY)
             _store_four(out_pointer, start, u0, u1, u2, u3, b, factor, root, V, IS_SIG, LANES)
 
 
@@ -200,7 +220,7 @@ def _gradient_row(
 def _largest(pointer, V, LANES: tl.constexpr):
     largest = tl.full([LANES], -float("inf"), tl.float32)
     for start in range(0, V, LANES):
-        largest = tl.maximum(largest, _tile(pointer, start, V, LANES, "evict_last"))
+        largest = tl.maximum(largest, forms.widened(_tile(pointer, start, V, LANES, "evict_last")))
     return tl.max(largest, 0)
 
 
@@ -220,9 +240,9 @@ def _measured_row(pointer, anchor, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.
 
 
 @triton.jit
-def measured(pointer, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """(sum g / e^offset, anchor) of a row."""
-    anchor = tl.max(_tile(pointer, 0, V, LANES, "evict_last"), 0)
+def measured(pointer, first, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """(sum g / e^offset, anchor) of a row and its first tile."""
+    anchor = tl.max(forms.widened(first), 0)
     total, anchor = _measured_row(pointer, anchor, alpha, c, V, IS_SIG, LANES)
     if not ((total >= SMALLEST_SUM) & (total <= LARGEST_SUM)):
         total, anchor = _measured_row(pointer, _largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
@@ -308,6 +328,46 @@ def row_at(pointer, row, stride):
 
 
 @triton.jit
+def _wait(cycles):
+    if not forms.IS_INTERPRETED:  # noqa: SIM102 - decided when the kernel is compiled
+        if cycles > 0:
+            tl.inline_asm_elementwise(
+                """
+                {
+                .reg .u64 begin, now, wanted;
+                .reg .pred is_early;
+                cvt.u64.u32 wanted, $1;
+                mov.u64 begin, %clock64;
+                again:
+                mov.u64 now, %clock64;
+                sub.u64 now, now, begin;
+                setp.lt.u64 is_early, now, wanted;
+                @is_early bra again;
+                mov.u32 $0, 0;
+                }
+                """,
+                "=r,r",
+                [cycles],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@triton.jit
+def _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX: tl.constexpr, HAS_Z_SLOPE: tl.constexpr):
+    """Of a row: what multiplies its normaliser, its target and its z-loss."""
+    by_n = tl.load(by_normalizer + row)
+    by_s = tl.full((), 0.0, tl.float32)
+    if HAS_INDEX:
+        by_s = tl.load(by_target + row)
+    z_scale = tl.full((), 0.0, tl.float32)
+    if HAS_Z_SLOPE:
+        z_scale = tl.load(z_slope + row)
+    return by_n, by_s, z_scale
+
+
+@triton.jit
 def rows_kernel(
     logits,
     out,
@@ -327,26 +387,38 @@ def rows_kernel(
     first_class,
     alpha,
     c,
+    stagger,
     IS_SIG: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     HAS_Z_SLOPE: tl.constexpr,
     STATS: tl.constexpr,
     GRADIENT: tl.constexpr,
+    IS_EARLY: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Measure rows, write their gradient, or both. ``out`` may be ``logits``."""
+    """Measure rows, write their gradient, or both. ``out`` may be ``logits``.
+
+    Programs begin up to ``stagger`` cycles after each other. Coefficients are read before the row, where early.
+    """
+    _wait(tl.program_id(0) % GROUPS * (stagger // GROUPS))
     for row in range(tl.program_id(0), R, tl.num_programs(0)):
         pointer = row_at(logits, row, logits_stride)
+        # What follows waits for loads in their order, so those that depend on others come last.
         y = tl.full((), 0, tl.int64)
-        z_y = tl.full((), 0.0, tl.float32)
-        has_target = y == 0
         if HAS_INDEX:
-            # A range of classes need not hold the target.
             y = tl.load(index + row // rows_of_target) - first_class
-            has_target = (y >= 0) & (y < V)
+        by_n, by_s, z_scale = 0.0, 0.0, 0.0
+        if GRADIENT and IS_EARLY:
+            by_n, by_s, z_scale = _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX, HAS_Z_SLOPE)
+        if STATS:
+            first = first_tile(pointer, V, LANES)
+        # A range of classes need not hold the target.
+        has_target = (y >= 0) & (y < V)
+        z_y = tl.full((), 0.0, tl.float32)
+        if HAS_INDEX:
             z_y = tl.load(pointer + y, mask=has_target, other=0.0).to(tl.float32)
         if STATS:
-            total, anchor = measured(pointer, alpha, c, V, IS_SIG, LANES)
+            total, anchor = measured(pointer, first, alpha, c, V, IS_SIG, LANES)
             offset = row_offset(anchor, alpha, c, IS_SIG)
             normalizer = tl.log(total)
             tl.store(anchor_R + row, anchor)
@@ -360,13 +432,10 @@ def rows_kernel(
             normalizer = tl.load(normalizer_R + row)
             total = tl.exp(normalizer)
         if GRADIENT:
-            by_n = tl.load(by_normalizer + row)
+            if not IS_EARLY:
+                by_n, by_s, z_scale = _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX, HAS_Z_SLOPE)
             if HAS_Z_SLOPE:
-                z_scale = tl.load(z_slope + row)
                 by_n += tl.where(z_scale == 0, 0.0, z_scale * (offset + normalizer))
-            by_s = tl.full((), 0.0, tl.float32)
-            if HAS_INDEX:
-                by_s = tl.load(by_target + row)
             out_pointer = row_at(out, row, out_stride)
             write_gradient(
                 pointer,

@@ -100,8 +100,9 @@ def loss_kernel(
         is_kept = y != ignore_index
         tl.device_assert((not is_kept) | ((y >= 0) & (y < classes)), "target out of range; see SIGSOFTMAX_CHECK=1")
         y = tl.where(is_kept, y, 0)
+        first = fast.first_tile(pointer, V, LANES)
         z_y = tl.load(pointer + y).to(tl.float32)
-        row_sum, anchor = fast.measured(pointer, alpha, c, V, IS_SIG, LANES)
+        row_sum, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
         normalizer = tl.log(row_sum)
         loss = normalizer - fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
         by_n = scale
@@ -277,7 +278,7 @@ def plan_of(
     assert values is not None
     alpha, _, c = values
     is_sig = is_sigsoftmax(form, values)
-    lanes, warps, per_processor = fast_shape(width, product_dtype.itemsize, is_sig)
+    shape = fast_shape(width, product_dtype.itemsize, is_sig)
     return FewTokens(
         tokens=tokens,
         needs=needed((input, weight, bias)),
@@ -287,10 +288,16 @@ def plan_of(
         scale=scaling_of((input, weight, bias)),
         launch=Launch(
             loss_kernel,
-            min(tokens, per_processor * multiprocessors(input.device)),
+            min(tokens, shape.per_processor * multiprocessors(input.device)),
             (tokens, width, classes, alpha, c, ignore_index, z_loss),
-            {"IS_SIG": is_sig, "IS_MEAN": is_mean, "HAS_Z_LOSS": z_loss != 0, "LANES": lanes, "BLOCK": BLOCK},
-            num_warps=warps,
+            {
+                "IS_SIG": is_sig,
+                "IS_MEAN": is_mean,
+                "HAS_Z_LOSS": z_loss != 0,
+                "LANES": shape.lanes,
+                "BLOCK": BLOCK,
+            },
+            num_warps=shape.warps,
             **CHECKED,
         ),
     )

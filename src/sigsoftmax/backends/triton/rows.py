@@ -14,7 +14,7 @@ from sigsoftmax.backends.interface import RowCoefficients, RowStats
 from sigsoftmax.backends.triton import fast, forms, general
 from sigsoftmax.backends.triton.fixed import is_sigsoftmax, is_softmax, value_of
 from sigsoftmax.backends.triton.launches import Launch, launch
-from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors
+from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors, stagger
 from sigsoftmax.forms import Form
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -256,10 +256,12 @@ class TritonRows:
     ) -> Launch:
         """For logits and a gradient of these shapes."""
         rows, classes = logits_RV.shape
-        lanes, warps, per_processor = fast_shape(classes, logits_RV.element_size(), self.is_sigsoftmax)
+        size = logits_RV.element_size()
+        shape = fast_shape(classes, size, self.is_sigsoftmax)
+        programs = min(rows, shape.per_processor * multiprocessors(self.device))
         return Launch(
             fast.rows_kernel,
-            min(rows, per_processor * multiprocessors(self.device)),
+            programs,
             (
                 logits_RV.stride(0),
                 out_RV.stride(0),
@@ -269,6 +271,7 @@ class TritonRows:
                 first_class,
                 self.values[0] or 0.0,
                 self.values[2] or 0.0,
+                stagger(rows, classes, size, programs) if measure and has_gradient else 0,
             ),
             {
                 "IS_SIG": self.is_sigsoftmax,
@@ -276,9 +279,10 @@ class TritonRows:
                 "HAS_Z_SLOPE": has_z_slope,
                 "STATS": measure,
                 "GRADIENT": has_gradient,
-                "LANES": lanes,
+                "IS_EARLY": shape.is_early,
+                "LANES": shape.lanes,
             },
-            num_warps=warps,
+            num_warps=shape.warps,
         )
 
     def _launch_general(

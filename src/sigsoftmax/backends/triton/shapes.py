@@ -7,14 +7,27 @@ multiprocessor, several shorter ones.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 Shape = tuple[int, int, int]
 """lanes of a tile, warps, and programs for each multiprocessor"""
 
+LONG_ROW_BYTES = 2**17
+"""Of longer rows, a multiprocessor has one in flight."""
+FEWEST_STAGGERED_ROWS = 24
+
 PER_CLASS_SHAPE = (32, 128, 8)
 """rows and classes of a tile, and warps, where a number per class is summed over rows"""
+
+
+class FastShape(NamedTuple):
+    lanes: int
+    warps: int
+    per_processor: int
+    is_early: bool = True
+    """coefficients are read before their row"""
 
 
 @lru_cache
@@ -23,16 +36,23 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def fast_shape(classes: int, element_bytes: int, is_sigsoftmax: bool) -> Shape:
+def fast_shape(classes: int, element_bytes: int, is_sigsoftmax: bool) -> FastShape:
     row_bytes = classes * element_bytes
-    if row_bytes > 2**17:
-        return 8192, 32, 1
+    if row_bytes > LONG_ROW_BYTES:
+        return FastShape(8192, 32, 1)
     if row_bytes > 2**16:
-        return (2048, 8, 2) if is_sigsoftmax else (4096, 16, 2)
+        return FastShape(2048, 8, 2) if is_sigsoftmax else FastShape(4096, 16, 2, is_early=False)
     if row_bytes > 2**15:
-        return 2048, 8, 4
+        return FastShape(2048, 8, 4, is_early=is_sigsoftmax)
     most, warps, per_processor = (512, 2, 32) if is_sigsoftmax else (1024, 4, 16)
-    return min(most, max(128, _power_of_2(-(-classes // 4)))), warps, per_processor
+    return FastShape(min(most, max(128, _power_of_2(-(-classes // 4)))), warps, per_processor)
+
+
+def stagger(rows: int, classes: int, element_bytes: int, programs: int) -> int:
+    """Cycles over which the programs begin: about those of a row, if it is long and they have many."""
+    is_worth_it = classes * element_bytes > LONG_ROW_BYTES and rows >= FEWEST_STAGGERED_ROWS * programs
+    # A multiple of 16, as 0 is: Triton compiles a kernel of its own for numbers that are not.
+    return classes * element_bytes // 96 * 16 if is_worth_it else 0
 
 
 def general_shape(classes: int, element_bytes: int, sums_much: bool) -> Shape:

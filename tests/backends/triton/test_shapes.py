@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from sigsoftmax.backends.triton.shapes import FEWEST_STAGGERED_ROWS, fast_shape, stagger
+
+PROGRAMS = 132
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("classes", [100_000, 128_256, 256_000])
+def test_programs_with_many_long_rows_begin_at_different_times(classes: int, element_bytes: int) -> None:
+    cycles = stagger(8192, classes, element_bytes, PROGRAMS)
+    # A cycle reads some bytes of a row, and it takes two passes.
+    assert classes * element_bytes / 20 < cycles < classes * element_bytes
+    assert cycles % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes"),
+    [(FEWEST_STAGGERED_ROWS * PROGRAMS - 1, 128_256), (1, 128_256), (100_000, 32_000), (100_000, 2)],
+)
+def test_others_have_nothing_to_wait_for(rows: int, classes: int) -> None:
+    assert stagger(rows, classes, 2, min(rows, PROGRAMS)) == 0
+
+
+@pytest.mark.parametrize("is_sigsoftmax", [False, True], ids=["softmax", "sigsoftmax"])
+@pytest.mark.parametrize("classes", [1, 2, 500, 10_000, 32_000, 50_257, 128_256, 1_000_000])
+def test_longer_rows_have_larger_tiles(classes: int, is_sigsoftmax: bool) -> None:
+    shape, longer = (fast_shape(count, 2, is_sigsoftmax) for count in (classes, 2 * classes))
+    assert shape.lanes <= longer.lanes
+    assert shape.per_processor >= longer.per_processor
+    # Every thread has an element, and no tile more than 32 of them: there are four tiles, and 64 registers at worst.
+    assert 1 <= shape.lanes / (32 * shape.warps) <= 32
