@@ -259,6 +259,22 @@ def test_the_kernel_of_few_tokens(
     assert 16 in load_widths(kernel)
 
 
+@pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
+def test_the_kernel_of_many_given_logits(function: str, launches: list[Launch], tmp_path: Path) -> None:
+    from sigsoftmax.backends.triton import few
+
+    member = OutputFunction(function)
+    logits = torch.empty(8192, 128_256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    target = torch.empty(8192, dtype=torch.int64, device="meta")
+    options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": 0.0, "chunk_bytes": 1}
+    options |= {"dtype": torch.bfloat16, "product_dtype": torch.bfloat16}
+    plan = few.plan_of(member.form, member.arguments(), logits, None, None, target, **options)
+    assert plan is not None
+    plan.compute(logits.detach(), None, None, target)
+    (launch,) = launches
+    assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
+
+
 def test_the_kernels_of_a_mixture_over_few_tokens(launches: list[Launch], tmp_path: Path) -> None:
     from sigsoftmax.backends.triton import few_mixtures
 

@@ -365,12 +365,41 @@ def test_other_calls_are_not_planned(change: Change, planned: list[few.Plan]) ->
     assert len(planned) == 1
 
 
-def test_many_tokens_are_not_planned(planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_with_short_rows_are_not_planned(planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "MOST_TOKENS", N - 1)
-    logits = leaves(N, V)
+    logits, hidden, weight, y = leaves(N, V), leaves(N, D), leaves(V, D), target().to(DEVICE)
     for _ in range(2):
-        loss = sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="softmax", **TRITON)
+        loss = sigsoftmax.cross_entropy(logits, y, function="softmax", **TRITON)
+        product = sigsoftmax.linear_cross_entropy(hidden, weight, y, function="softmax", **TRITON)
     assert gradients(loss, [logits])[0].isfinite().all()
+    assert gradients(product, [hidden])[0].isfinite().all()
+    assert not planned
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("member", ["softmax", "sigsoftmax"])
+def test_many_tokens_with_long_rows(
+    member: str, reduction: str, planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few, "MOST_TOKENS", N - 1)
+    # More tokens than a block has, the last of them not full.
+    monkeypatch.setattr(few, "MANY_BLOCK", 8)
+    classes = 33_001 if IS_INTERPRETED else 133_001
+    y = torch.randint(classes, (21,))
+    y[::5] = -100
+
+    def loss(logits: Tensor, function: OutputFunction, **options: Any) -> Any:
+        return cross_entropy(logits, function=member, **options)
+
+    check(loss, [3.0 * torch.randn(21, classes)], torch.float32, target=y, reduction=reduction)
+    assert len(planned) == 1
+
+
+def test_no_more_tokens_than_can_be_counted(planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few, "MOST_TOKENS", 1)
+    monkeypatch.setattr(few, "MANY_TOKENS", N - 1)
+    logits = leaves(N, 133_001)
+    sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="softmax", **TRITON)
     assert not planned
 
 

@@ -86,6 +86,7 @@ def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(known_calls, "_known", {})
     if request.param == "few launches":
         monkeypatch.setattr(few, "MOST_TOKENS", 0)
+        monkeypatch.setattr(few, "MANY_TOKENS", 0)
 
 
 @pytest.fixture(params=[1, 16], ids=["", "aligned"])

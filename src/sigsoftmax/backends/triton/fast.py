@@ -328,7 +328,9 @@ def row_at(pointer, row, stride):
 
 
 @triton.jit
-def _wait(cycles):
+def begin_late(stagger):
+    """Programs begin in groups, up to so many cycles after the first."""
+    cycles = tl.program_id(0) % GROUPS * (stagger // GROUPS)
     if not forms.IS_INTERPRETED:  # noqa: SIM102 - decided when the kernel is compiled
         if cycles > 0:
             tl.inline_asm_elementwise(
@@ -398,9 +400,9 @@ def rows_kernel(
 ):
     """Measure rows, write their gradient, or both. ``out`` may be ``logits``.
 
-    Programs begin up to ``stagger`` cycles after each other. Coefficients are read before the row, where early.
+    Coefficients are read before the row, where early.
     """
-    _wait(tl.program_id(0) % GROUPS * (stagger // GROUPS))
+    begin_late(stagger)
     for row in range(tl.program_id(0), R, tl.num_programs(0)):
         pointer = row_at(logits, row, logits_stride)
         # What follows waits for loads in their order, so those that depend on others come last.

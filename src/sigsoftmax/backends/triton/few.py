@@ -1,7 +1,7 @@
 """The loss of few tokens, where preparing launches takes the host longer than the kernels take the GPU.
 
 Softmax and sigsoftmax, class indices, a mean or a sum, all logits at once: one kernel makes of the logits the loss and
-their gradient. What there is to decide is decided once for all calls alike.
+their gradient. What there is to decide is decided once for all calls alike. Given logits may be of many tokens.
 
 Shapes: N tokens, V classes, d features.
 """
@@ -24,13 +24,16 @@ from sigsoftmax.backends.triton import fast
 from sigsoftmax.backends.triton.fixed import fixed_values, is_sigsoftmax, is_softmax
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.scaling import Scaling
-from sigsoftmax.backends.triton.shapes import fast_shape, multiprocessors
+from sigsoftmax.backends.triton.shapes import fast_shape, multiprocessors, stagger
 from sigsoftmax.forms import Form
 
 MOST_TOKENS = 2048
 """Every program counts the targets of all tokens."""
+MANY_TOKENS = 2**17
+"""given logits of which take longer than that, if their rows are long"""
 BLOCK = 512
 """targets that it counts at a time"""
+MANY_BLOCK = 4096
 ALL_BYTES = 2**62
 """a budget for all logits at once"""
 CHECKED = {"debug": True, "sanitize_overflow": False}
@@ -82,6 +85,7 @@ def loss_kernel(
     c,
     ignore_index,
     z_loss,
+    stagger,
     IS_SIG: tl.constexpr,
     IS_MEAN: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
@@ -94,6 +98,7 @@ def loss_kernel(
     have masked ones beyond the ``classes``.
     """
     scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
+    fast.begin_late(stagger)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         pointer = fast.row_at(logits, row, V)
         y = tl.load(target + row)
@@ -234,11 +239,15 @@ def scaling_of(tensors: Sequence[Tensor | None]) -> Scaling:
     return Scaling([tensor.numel() for tensor in wanted], wanted[0].device)
 
 
-def fits(form: Form, arguments: Sequence[Tensor], tokens: int) -> bool:
-    """Whether there are kernels for so many tokens and for this output function."""
+def has_kernels(form: Form, arguments: Sequence[Tensor]) -> bool:
+    """For this output function."""
     values = fixed_values(arguments)
-    is_fast = values is not None and (is_softmax(form, values) or is_sigsoftmax(form, values))
-    return is_fast and 0 < tokens <= MOST_TOKENS
+    return values is not None and (is_softmax(form, values) or is_sigsoftmax(form, values))
+
+
+def _most_tokens(row_bytes: int, programs: int) -> int:
+    """Of given logits: 8 bytes for each program and token are to be little beside a row."""
+    return MANY_TOKENS if 64 * programs <= row_bytes else MOST_TOKENS
 
 
 def is_simple(tensors: Sequence[Tensor]) -> bool:
@@ -267,7 +276,7 @@ def plan_of(
     alignment = 1 if weight is None else sources.row_alignment(input.device)
     width = sources.rounded_up(classes, alignment)
     if (
-        not fits(form, arguments, tokens)
+        not has_kernels(form, arguments)
         or not is_simple([*present, target])
         or not any(needed(present))
         or target.dtype != torch.int64
@@ -278,7 +287,11 @@ def plan_of(
     assert values is not None
     alpha, _, c = values
     is_sig = is_sigsoftmax(form, values)
-    shape = fast_shape(width, product_dtype.itemsize, is_sig)
+    size = product_dtype.itemsize
+    shape = fast_shape(width, size, is_sig)
+    programs = shape.per_processor * multiprocessors(input.device)
+    if not 0 < tokens <= (_most_tokens(width * size, programs) if weight is None else MOST_TOKENS):
+        return None
     return FewTokens(
         tokens=tokens,
         needs=needed((input, weight, bias)),
@@ -288,14 +301,14 @@ def plan_of(
         scale=scaling_of((input, weight, bias)),
         launch=Launch(
             loss_kernel,
-            min(tokens, shape.per_processor * multiprocessors(input.device)),
-            (tokens, width, classes, alpha, c, ignore_index, z_loss),
+            min(tokens, programs),
+            (tokens, width, classes, alpha, c, ignore_index, z_loss, stagger(tokens, width, size, programs)),
             {
                 "IS_SIG": is_sig,
                 "IS_MEAN": is_mean,
                 "HAS_Z_LOSS": z_loss != 0,
                 "LANES": shape.lanes,
-                "BLOCK": BLOCK,
+                "BLOCK": BLOCK if tokens <= MOST_TOKENS else MANY_BLOCK,
             },
             num_warps=shape.warps,
             **CHECKED,

@@ -189,7 +189,8 @@ def plan_of(
         prior_values is None
         or prior_form.name not in forms.CODES
         or components > priors.MOST_COMPONENTS
-        or not few.fits(form, arguments, tokens)
+        or not 0 < tokens <= few.MOST_TOKENS
+        or not few.has_kernels(form, arguments)
         or not few.is_simple([*present, target])
         or not any(few.needed(present))
         or target.dtype != torch.int64
