@@ -192,10 +192,10 @@ def cross_entropy(
     ``(loss, Extras)``. ``chunk_bytes`` has no effect here, since the caller holds the logits.
     """
     tensors, key = (input, None, None, target), None
-    if weight is None and token_weights is None and extras is None and dim is None and label_smoothing == 0.0:
-        key = known_calls.key_of(
-            tensors, (function, reduction, ignore_index, z_loss, chunk_bytes, type(chunk_bytes), backend)
-        )
+    if weight is None and token_weights is None and extras is None and dim is None:
+        budget = (chunk_bytes, type(chunk_bytes))
+        options = (function, reduction, ignore_index, label_smoothing, z_loss, *budget, backend)
+        key = known_calls.key_of(tensors, options)
         if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
             return loss
     check_floating("input", input)
@@ -277,9 +277,9 @@ def linear_cross_entropy(
     its own.
     """
     tensors, key = (input, linear_weight, linear_bias, target), None
-    if weight is None and token_weights is None and extras is None and label_smoothing == 0.0:
+    if weight is None and token_weights is None and extras is None:
         budget = (chunk_bytes, type(chunk_bytes))
-        options = (function, reduction, ignore_index, z_loss, *budget, weight_gradient, backend)
+        options = (function, reduction, ignore_index, label_smoothing, z_loss, *budget, weight_gradient, backend)
         key = known_calls.key_of(tensors, options)
         if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
             return loss

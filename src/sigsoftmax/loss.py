@@ -146,6 +146,7 @@ class Loss:
             linear_weight,
             linear_bias,
             target,
+            label_smoothing=self.label_smoothing,
             **self._plan_options(),
         )
 

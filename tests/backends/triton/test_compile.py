@@ -238,9 +238,10 @@ def test_the_kernels_of_a_mixture(is_weighted: bool, launches: list[Launch], tmp
 
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
 @pytest.mark.parametrize("classes", [10_000, 128_256])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_the_kernel_of_few_tokens(
-    z_loss: float, classes: int, function: str, launches: list[Launch], tmp_path: Path
+    z_loss: float, smoothing: float, classes: int, function: str, launches: list[Launch], tmp_path: Path
 ) -> None:
     from sigsoftmax.backends.triton import few
 
@@ -250,6 +251,7 @@ def test_the_kernel_of_few_tokens(
     target = torch.empty(1400, dtype=torch.int64, device="meta")
     options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": z_loss, "chunk_bytes": 2**30}
     options |= {"dtype": torch.bfloat16, "product_dtype": torch.bfloat16}
+    options["label_smoothing"] = smoothing
     plan = few.plan_of(member.form, member.arguments(), hidden, weight, None, target, **options)
     assert plan is not None
     plan.compute(hidden.detach(), weight, None, target)

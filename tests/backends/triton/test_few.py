@@ -28,6 +28,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "z-loss": {"z_loss": 0.05},
     "ignored": {"ignore_index": 3},
 }
+SMOOTH: dict[str, dict[str, Any]] = {
+    "smoothing": {"label_smoothing": 0.1},
+    "all smoothing": {"label_smoothing": 1.0, "reduction": "sum", "z_loss": 0.05},
+}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
@@ -60,7 +64,7 @@ def target() -> Tensor:
 
 
 @every_dtype
-@every_option
+@pytest.mark.parametrize("options", [*OPTIONS.values(), *SMOOTH.values()], ids=[*OPTIONS, *SMOOTH])
 @pytest.mark.parametrize("member", ["softmax(alpha=1.5)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
 def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planned: list[few.Plan]) -> None:
     y = target()
@@ -84,6 +88,40 @@ def test_products(has_bias: bool, scale: float, dtype: torch.dtype, planned: lis
     else:
         check(sigsoftmax.linear_cross_entropy, inputs[:2], dtype, target=target())
     assert len(planned) == 1
+
+
+@every_dtype
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("classes", [V, V + 1])
+def test_products_with_smoothing(
+    classes: int, alignment: int, dtype: torch.dtype, planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masked logits that fill up a row are no classes."""
+    monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
+    inputs = [3.0 * torch.randn(N, D), torch.randn(classes, D), torch.randn(classes)]
+    check(linear, inputs, dtype, target=target(), label_smoothing=0.2, z_loss=0.01)
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
+def test_smoothing_over_a_masked_class(function: str, planned: list[few.Plan]) -> None:
+    logits = torch.randn(N, V)
+    logits[2, 5] = -torch.inf
+    logits[3] = torch.nan
+    y = target()
+    y[3] = -100
+    options: dict[str, Any] = {"function": function, "label_smoothing": 0.1, "reduction": "sum"}
+    for ignored in (False, True):
+        if ignored:
+            y[2] = -100
+        leaf, exact = logits.to(DEVICE).requires_grad_(), logits.double().requires_grad_()
+        loss = sigsoftmax.cross_entropy(leaf, y.to(DEVICE), **options, **TRITON)
+        expected = sigsoftmax.cross_entropy(exact, y, **options, backend="reference")
+        assert loss.isfinite().item() is ignored
+        torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=0.0)
+    right = gradients(expected, [exact])[0].nan_to_num(nan=0.0)
+    torch.testing.assert_close(gradients(loss, [leaf])[0].cpu().double(), right, rtol=1e-5, atol=1e-6)
+    assert len(planned) == 2
 
 
 @every_dtype
@@ -332,7 +370,6 @@ OTHERS: dict[str, Change] = {
     "no gradient": lambda call: call.update(input=call["input"].detach(), linear_weight=call["linear_weight"].detach()),
     "class weights": lambda call: call.update(weight=torch.ones(V, device=DEVICE)),
     "token weights": lambda call: call.update(token_weights=torch.ones(N, device=DEVICE)),
-    "smoothing": other("label_smoothing", 0.1),
     "none": other("reduction", "none"),
     "extras": other("extras", ("argmax",)),
     "a parameter in a tensor": other("function", OutputFunction("gss", k=torch.tensor(0.3))),
@@ -414,6 +451,7 @@ def test_a_wrong_call_after_a_known_one() -> None:
         ({"linear_weight": [1.0]}, "must be a tensor"),
         ({"reduction": "avg"}, "reduction"),
         ({"z_loss": -1.0}, "z_loss"),
+        ({"label_smoothing": 1.5}, "label_smoothing"),
         ({"chunk_bytes": True}, "chunk_bytes"),
         ({"function": ["sigsoftmax"]}, "function"),
     ):

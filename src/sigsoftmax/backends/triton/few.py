@@ -20,7 +20,7 @@ from torch import Tensor
 from sigsoftmax.backends import sources
 from sigsoftmax.backends.gradients import is_traced, keeps_graph, not_differentiable_again, times
 from sigsoftmax.backends.sources import LinearLogits, add_column_sums
-from sigsoftmax.backends.triton import fast
+from sigsoftmax.backends.triton import fast, smoothing
 from sigsoftmax.backends.triton.fixed import fixed_values, is_sigsoftmax, is_softmax
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.scaling import Scaling
@@ -85,10 +85,12 @@ def loss_kernel(
     c,
     ignore_index,
     z_loss,
+    label_smoothing,
     stagger,
     IS_SIG: tl.constexpr,
     IS_MEAN: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
+    IS_SMOOTH: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -109,7 +111,11 @@ def loss_kernel(
         z_y = tl.load(pointer + y).to(tl.float32)
         row_sum, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
         normalizer = tl.log(row_sum)
-        loss = normalizer - fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
+        gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
+        if IS_SMOOTH:
+            gaps = smoothing.sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
+            gap = (1.0 - label_smoothing) * gap + label_smoothing / classes * gaps
+        loss = normalizer - gap
         by_n = scale
         if HAS_Z_LOSS:
             log_sum = fast.row_offset(anchor, alpha, c, IS_SIG) + normalizer
@@ -117,12 +123,33 @@ def loss_kernel(
             by_n += 2.0 * z_loss * scale * log_sum
         share = tl.where(is_kept, scale * loss, 0.0)
         tl.store(shares + row, tl.where(scale == float("inf"), float("nan"), share))
-        by_n = tl.where(is_kept, by_n, 0.0)
-        by_s = tl.where(is_kept, -scale, 0.0)
         out_pointer = fast.row_at(out, row, V)
-        fast.write_gradient(
-            pointer, out_pointer, row_sum, anchor, by_n, by_s, y, z_y, is_kept, alpha, c, V, IS_SIG, True, LANES
-        )
+        if IS_SMOOTH:
+            by_s = -scale * (1.0 - label_smoothing)
+            by_class = -scale * label_smoothing / classes
+            smoothing.write_gradient(
+                pointer,
+                out_pointer,
+                anchor,
+                normalizer,
+                by_n,
+                by_s,
+                by_class,
+                y,
+                is_kept,
+                alpha,
+                c,
+                V,
+                classes,
+                IS_SIG,
+                LANES,
+            )
+        else:
+            by_n = tl.where(is_kept, by_n, 0.0)
+            by_s = tl.where(is_kept, -scale, 0.0)
+            fast.write_gradient(
+                pointer, out_pointer, row_sum, anchor, by_n, by_s, y, z_y, is_kept, alpha, c, V, IS_SIG, True, LANES
+            )
     add_up(shares, total, N, tl.num_programs(0), BLOCK)
 
 
@@ -269,6 +296,7 @@ def plan_of(
     dtype: torch.dtype,
     product_dtype: torch.dtype,
     chunk_bytes: int,
+    label_smoothing: float = 0.0,
 ) -> FewTokens | None:
     """How to compute the loss of few tokens; None where that is not the way."""
     tokens, classes = target.numel(), input.shape[-1] if weight is None else weight.shape[0]
@@ -302,11 +330,22 @@ def plan_of(
         launch=Launch(
             loss_kernel,
             min(tokens, programs),
-            (tokens, width, classes, alpha, c, ignore_index, z_loss, stagger(tokens, width, size, programs)),
+            (
+                tokens,
+                width,
+                classes,
+                alpha,
+                c,
+                ignore_index,
+                z_loss,
+                label_smoothing,
+                stagger(tokens, width, size, programs),
+            ),
             {
                 "IS_SIG": is_sig,
                 "IS_MEAN": is_mean,
                 "HAS_Z_LOSS": z_loss != 0,
+                "IS_SMOOTH": label_smoothing != 0,
                 "LANES": shape.lanes,
                 "BLOCK": BLOCK if tokens <= MOST_TOKENS else MANY_BLOCK,
             },
