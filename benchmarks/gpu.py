@@ -85,6 +85,7 @@ def jobs(machine: Machine, peers: Peers, rounds: int) -> dict[str, Job]:
         "logits device alone": partial(gpu_logits.device_alone, machine, *logits, rounds),
         "logits beside softmax": partial(gpu_logits.beside_softmax, machine, *logits, 2 * rounds),
         "logits peaked": partial(gpu_logits.whole_steps, machine, peers, *logits, peaked=True, rounds=rounds // 2),
+        "classifier": partial(gpu_logits.classifier, machine, 1024, 1000, rounds),
     }
     for shape in (big, wide):
         targets = LINEAR_TARGETS[shape[-1]]
@@ -157,6 +158,7 @@ def smoke_jobs(machine: Machine, peers: Peers) -> dict[str, Job]:
         "logits device alone": partial(gpu_logits.device_alone, machine, 8, 130, 2),
         "logits beside softmax": partial(gpu_logits.beside_softmax, machine, 8, 130, 2),
         "logits peaked": partial(gpu_logits.whole_steps, machine, peers, 8, 130, peaked=True, rounds=2),
+        "classifier": partial(gpu_logits.classifier, machine, 8, 130, 2),
         "linear": partial(
             gpu_linear.bfloat16_weights, machine, peers, shape, LINEAR_TARGETS[256_000], peaked=False, rounds=2
         ),

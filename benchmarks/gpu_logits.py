@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from gpu_losses import Peers, logits_losses, ours_logits, step_of
 from gpu_machine import SUITE, Machine, works
 from gpu_problems import DEVIATIONS, Problem, logits_problem, relative_errors
@@ -110,5 +111,26 @@ def beside_softmax(machine: Machine, tokens: int, classes: int, rounds: int) -> 
         baseline="ours softmax",
         implementations={f"ours {f}": step_of(ours_logits(f), problem) for f in ("softmax", "sigsoftmax")},
         targets={"ours sigsoftmax": "<= 1.03x"},
+    )
+    return machine.measured(case, rounds, has_host_times=True)
+
+
+def classifier(machine: Machine, tokens: int, classes: int, rounds: int) -> list[Measurement]:
+    """Few logits, and label smoothing as image classifiers are trained with it: the host's time."""
+    problem = logits_problem(machine.device, tokens, classes)
+    baseline = "torch softmax with label smoothing"
+    steps = {
+        "torch softmax": step_of(lambda p: F.cross_entropy(p.hidden, p.target), problem),
+        baseline: step_of(lambda p: F.cross_entropy(p.hidden, p.target, label_smoothing=0.1), problem),
+    }
+    for function in ("softmax", "sigsoftmax"):
+        steps[f"ours {function}"] = step_of(ours_logits(function), problem)
+        steps[f"ours {function} with label smoothing"] = step_of(ours_logits(function, label_smoothing=0.1), problem)
+    case = Case(
+        suite=SUITE,
+        name=f"a classifier's bf16 logits, {shape_text(tokens, classes)}",
+        baseline=baseline,
+        implementations=steps,
+        targets={},
     )
     return machine.measured(case, rounds, has_host_times=True)
