@@ -24,6 +24,7 @@ from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowStats
 from sigsoftmax.backends.triton import rows, scaling
 from sigsoftmax.backends.triton.rows import TritonRows
+from sigsoftmax.backends.triton.shapes import fast_shape
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
@@ -459,6 +460,27 @@ def test_many_classes_about_the_bend_below_a_peak(member: Member) -> None:
     logits = 2.0 + 0.1 * torch.randn(3, 30_000)
     logits[:, 0] = torch.tensor([17.0, 19.9, 21.0])
     problem = make_problem(member, logits, [], PLAIN)
+    assert_right(problem, by_kernels(problem))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_classes", [512, 4096, 5000])
+@pytest.mark.parametrize("member", [by_label["sigsoftmax"], by_label["shifted(b=1.3)"], by_label["softmax"]], ids=str)
+def test_tiles_of_different_heights(member: Member, num_classes: int, dtype: torch.dtype) -> None:
+    """Formulas that several tiles share, where their products are no floats any more."""
+    blocks = 8
+    heights = torch.randint(-60, 60, (40, blocks)).repeat_interleave(-(-num_classes // blocks), dim=1)
+    heights[::2] = heights[::2].clamp(min=0) // 2
+    logits = heights[:, :num_classes] + torch.randn(40, num_classes)
+    # Three or four of one lane, above the first tile by as much as a product of two can bear.
+    logits[:3] = torch.randn(3, num_classes).clamp(max=2.9)
+    logits[:3, 1] = 3.0
+    lanes = fast_shape(num_classes, dtype.itemsize, is_sigsoftmax=True).lanes
+    assert 3 * lanes < num_classes
+    for row, rest in enumerate([(46.0, 27.0, 27.0), (25.0, 25.0, 25.0), (31.0, 31.0, 26.0)]):
+        for tile, height in enumerate(rest, start=1):
+            logits[row, tile * lanes + 1] = height
+    problem = make_problem(member, logits.to(dtype), [], PLAIN)
     assert_right(problem, by_kernels(problem))
 
 

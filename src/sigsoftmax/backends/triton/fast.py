@@ -18,6 +18,8 @@ from sigsoftmax.backends.triton import forms
 
 LARGEST_SUM = tl.constexpr(1e9)
 """A row whose sum is larger, or not a number, is summed again from its largest logit: too much was rounded."""
+LARGEST_PRODUCT = tl.constexpr(4e37)
+"""Of denominators; its reciprocal is a normal number, and its fourth root more than the largest sum."""
 SMALLEST_SUM = tl.constexpr(0.25)
 """The anchor itself adds a half or more; a smaller sum is that of a row whose first tile is masked."""
 SMALLEST_BEND = tl.constexpr(1e-18)
@@ -122,8 +124,10 @@ def _sum_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
         d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
         n01 = u0 * u0 * d1 + u1 * u1 * d0
         n23 = u2 * u2 * d3 + u3 * u3 * d2
+        # The reciprocal of a larger product would be 0, and with it the four terms. One of them is more than a sum may
+        # be, and remains so with a smaller product.
+        shared = forms.reciprocal(tl.minimum(d01 * d23, LARGEST_PRODUCT))
         # Each numerator times the reciprocal of its own two denominators: with the other two it may underflow.
-        shared = forms.reciprocal(d01 * d23)
         return n01 * (d23 * shared) + n23 * (d01 * shared)
     else:
         return (u0 + u1) + (u2 + u3)
@@ -247,6 +251,12 @@ def measured(pointer, first, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.conste
     if not ((total >= SMALLEST_SUM) & (total <= LARGEST_SUM)):
         total, anchor = _measured_row(pointer, _largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
     return total, anchor
+
+
+@triton.jit
+def measured_from_the_largest(pointer, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """The same relative to the largest logit, in one pass more: differences from it are rounded least."""
+    return _measured_row(pointer, _largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
 
 
 @triton.jit
@@ -419,6 +429,9 @@ def rows_kernel(
         z_y = tl.full((), 0.0, tl.float32)
         if HAS_INDEX:
             z_y = tl.load(pointer + y, mask=has_target, other=0.0).to(tl.float32)
+            if not STATS:
+                # No thread has stored its part of a gradient in place before all others have read the target's logit.
+                tl.debug_barrier()
         if STATS:
             total, anchor = measured(pointer, first, alpha, c, V, IS_SIG, LANES)
             offset = row_offset(anchor, alpha, c, IS_SIG)

@@ -104,12 +104,15 @@ def loss_kernel(
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         pointer = fast.row_at(logits, row, V)
         y = tl.load(target + row)
+        first = fast.first_tile(pointer, V, LANES)
         is_kept = y != ignore_index
         tl.device_assert((not is_kept) | ((y >= 0) & (y < classes)), "target out of range; see SIGSOFTMAX_CHECK=1")
         y = tl.where(is_kept, y, 0)
-        first = fast.first_tile(pointer, V, LANES)
         z_y = tl.load(pointer + y).to(tl.float32)
-        row_sum, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
+        if IS_SMOOTH and logits.dtype.element_ty.primitive_bitwidth == 32:
+            row_sum, anchor = fast.measured_from_the_largest(pointer, alpha, c, V, IS_SIG, LANES)
+        else:
+            row_sum, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
         normalizer = tl.log(row_sum)
         gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
         if IS_SMOOTH:

@@ -92,6 +92,9 @@ def rows_kernel(
             y = tl.load(index + row // rows_of_target) - first_class
             has_target = (y >= 0) & (y < V)
             z_y = tl.load(pointer + y, mask=has_target, other=0.0).to(tl.float32)
+            if not STATS:
+                # No thread has stored its part of a gradient in place before all others have read the target's logit.
+                tl.debug_barrier()
             if C_PER_CLASS:
                 c_y = tl.load(c_pointer + y, mask=has_target, other=0.0).to(tl.float32)
             else:
