@@ -1,12 +1,11 @@
-"""Softmax and sigsoftmax on a GPU: one exponential an element and pass, two passes over the row.
+"""Softmax and sigsoftmax on a GPU: one exponential an element and pass, two passes over a row.
 
 The first pass sums relative to the largest logit of the row's first tile, so nothing is rescaled or compared on the
 way; a row whose sum shows that its largest logit lies far above is summed again. With about one row in flight per
-multiprocessor, and hints on what the L2 cache should keep, the second pass reads the row from there. Programs with many
-long rows begin at different times, or else all of them read and then all of them write. Sigsoftmax needs a reciprocal
-an element besides; two or four elements share one: 1/a = b / (a b). Derivations: docs/mathematics.md.
+multiprocessor, and hints on what the L2 cache should keep, the second pass reads the row from there. Sigsoftmax needs
+a reciprocal an element besides; two or four elements share one: 1/a = b / (a b). Derivations: docs/mathematics.md.
 
-Shapes: R rows, V classes.
+Shapes: V classes.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ SMALLEST_SUM = tl.constexpr(0.25)
 """The anchor itself adds a half or more; a smaller sum is that of a row whose first tile is masked."""
 SMALLEST_BEND = tl.constexpr(1e-18)
 """Below it the bend of sigsoftmax only touches classes whose probability is smaller still; its square is a float."""
-
-GROUPS = tl.constexpr(16)
-"""of programs that begin at the same time"""
 
 LARGEST_EASY_SHIFT = tl.constexpr(16384.0)
 HIGHEST_EASY_BEND = tl.constexpr(20.0)
@@ -335,137 +331,3 @@ def write_gradient(
 @triton.jit
 def row_at(pointer, row, stride):
     return pointer + (tl.full((), 1, tl.int64) * row) * stride
-
-
-@triton.jit
-def begin_late(stagger):
-    """Programs begin in groups, up to so many cycles after the first."""
-    cycles = tl.program_id(0) % GROUPS * (stagger // GROUPS)
-    if not forms.IS_INTERPRETED:  # noqa: SIM102 - decided when the kernel is compiled
-        if cycles > 0:
-            tl.inline_asm_elementwise(
-                """
-                {
-                .reg .u64 begin, now, wanted;
-                .reg .pred is_early;
-                cvt.u64.u32 wanted, $1;
-                mov.u64 begin, %clock64;
-                again:
-                mov.u64 now, %clock64;
-                sub.u64 now, now, begin;
-                setp.lt.u64 is_early, now, wanted;
-                @is_early bra again;
-                mov.u32 $0, 0;
-                }
-                """,
-                "=r,r",
-                [cycles],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-
-
-@triton.jit
-def _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX: tl.constexpr, HAS_Z_SLOPE: tl.constexpr):
-    """Of a row: what multiplies its normaliser, its target and its z-loss."""
-    by_n = tl.load(by_normalizer + row)
-    by_s = tl.full((), 0.0, tl.float32)
-    if HAS_INDEX:
-        by_s = tl.load(by_target + row)
-    z_scale = tl.full((), 0.0, tl.float32)
-    if HAS_Z_SLOPE:
-        z_scale = tl.load(z_slope + row)
-    return by_n, by_s, z_scale
-
-
-@triton.jit
-def rows_kernel(
-    logits,
-    out,
-    index,
-    by_normalizer,
-    by_target,
-    z_slope,
-    anchor_R,
-    offset_R,
-    normalizer_R,
-    target_R,
-    logits_stride,
-    out_stride,
-    R,
-    V,
-    rows_of_target,
-    first_class,
-    alpha,
-    c,
-    stagger,
-    IS_SIG: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    HAS_Z_SLOPE: tl.constexpr,
-    STATS: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Measure rows, write their gradient, or both. ``out`` may be ``logits``.
-
-    Coefficients are read before the row, where early.
-    """
-    begin_late(stagger)
-    for row in range(tl.program_id(0), R, tl.num_programs(0)):
-        pointer = row_at(logits, row, logits_stride)
-        # What follows waits for loads in their order, so those that depend on others come last.
-        y = tl.full((), 0, tl.int64)
-        if HAS_INDEX:
-            y = tl.load(index + row // rows_of_target) - first_class
-        by_n, by_s, z_scale = 0.0, 0.0, 0.0
-        if GRADIENT and IS_EARLY:
-            by_n, by_s, z_scale = _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX, HAS_Z_SLOPE)
-        if STATS:
-            first = first_tile(pointer, V, LANES)
-        # A range of classes need not hold the target.
-        has_target = (y >= 0) & (y < V)
-        z_y = tl.full((), 0.0, tl.float32)
-        if HAS_INDEX:
-            z_y = tl.load(pointer + y, mask=has_target, other=0.0).to(tl.float32)
-            if not STATS:
-                # No thread has stored its part of a gradient in place before all others have read the target's logit.
-                tl.debug_barrier()
-        if STATS:
-            total, anchor = measured(pointer, first, alpha, c, V, IS_SIG, LANES)
-            offset = row_offset(anchor, alpha, c, IS_SIG)
-            normalizer = tl.log(total)
-            tl.store(anchor_R + row, anchor)
-            tl.store(offset_R + row, offset)
-            tl.store(normalizer_R + row, normalizer)
-            if HAS_INDEX:
-                tl.store(target_R + row, gap_of(z_y, anchor, alpha, c, IS_SIG))
-        else:
-            anchor = tl.load(anchor_R + row)
-            offset = tl.load(offset_R + row)
-            normalizer = tl.load(normalizer_R + row)
-            total = tl.exp(normalizer)
-        if GRADIENT:
-            if not IS_EARLY:
-                by_n, by_s, z_scale = _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX, HAS_Z_SLOPE)
-            if HAS_Z_SLOPE:
-                by_n += tl.where(z_scale == 0, 0.0, z_scale * (offset + normalizer))
-            out_pointer = row_at(out, row, out_stride)
-            write_gradient(
-                pointer,
-                out_pointer,
-                total,
-                anchor,
-                by_n,
-                by_s,
-                y,
-                z_y,
-                has_target,
-                alpha,
-                c,
-                V,
-                IS_SIG,
-                HAS_INDEX,
-                LANES,
-            )

@@ -20,7 +20,7 @@ from torch import Tensor
 from sigsoftmax.backends import sources
 from sigsoftmax.backends.gradients import is_traced, keeps_graph, not_differentiable_again, times
 from sigsoftmax.backends.sources import LinearLogits, add_column_sums
-from sigsoftmax.backends.triton import fast, smoothing
+from sigsoftmax.backends.triton import fast, fast_rows, smoothing
 from sigsoftmax.backends.triton.fixed import fixed_values, is_sigsoftmax, is_softmax
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.scaling import Scaling
@@ -100,7 +100,7 @@ def loss_kernel(
     have masked ones beyond the ``classes``.
     """
     scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
-    fast.begin_late(stagger)
+    fast_rows.begin_late(stagger)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         pointer = fast.row_at(logits, row, V)
         y = tl.load(target + row)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
-from sigsoftmax.backends.triton import fast, forms, general
+from sigsoftmax.backends.triton import fast_rows, forms, general
 from sigsoftmax.backends.triton.fixed import is_sigsoftmax, is_softmax, value_of
 from sigsoftmax.backends.triton.launches import Launch, launch
 from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors, stagger
@@ -260,7 +260,7 @@ class TritonRows:
         shape = fast_shape(classes, size, self.is_sigsoftmax)
         programs = min(rows, shape.per_processor * multiprocessors(self.device))
         return Launch(
-            fast.rows_kernel,
+            fast_rows.rows_kernel,
             programs,
             (
                 logits_RV.stride(0),
