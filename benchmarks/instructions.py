@@ -89,13 +89,16 @@ def loops(code: str) -> Iterator[Loop]:
 def loops_of_a_row(function: str) -> tuple[Loop, Loop]:
     """The loop that sums a row, and the one that writes its gradient.
 
-    Each has a longer formula for hard rows beside it.
+    Each has a formula for hard rows beside it, which takes fewer elements at a time, or more instructions for each.
     """
     found = [loop for loop in loops(machine_code(function)) if loop.elements]
     if not any(loop.writes for loop in found) or all(loop.writes for loop in found):
         raise ValueError(f"found no loops with exponentials that sum and that write in the kernel of {function!r}")
     sums, gradient = (
-        min((loop for loop in found if loop.writes == writes), key=lambda loop: loop.instructions_an_element)
+        min(
+            (loop for loop in found if loop.writes == writes),
+            key=lambda loop: (-loop.elements, loop.instructions_an_element),
+        )
         for writes in (False, True)
     )
     return sums, gradient
