@@ -1,6 +1,6 @@
-"""Losses of few tokens that were computed before with tensors of the same kind: nothing is checked or decided again.
+"""Losses that have a plan and were computed before with tensors of the same kind: nothing is checked or decided again.
 
-Such a loss takes a GPU less time than its checks take Python.
+Such a loss may take a GPU less time than its checks take Python.
 """
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ class Loss:
     def plan(
         self, input: Tensor, linear_weight: Tensor | None, linear_bias: Tensor | None, target: Tensor
     ) -> Plan | None:
-        """How this loss and those like it are computed for few tokens, where there is a way of their own."""
-        if not self._is_for_few(input, linear_weight, linear_bias, target):
+        """How this loss and those like it are computed by one kernel, where that is the way."""
+        if not self._may_be_planned(input, linear_weight, linear_bias, target):
             return None
         from sigsoftmax.backends.triton import few
 
@@ -159,7 +159,7 @@ class Loss:
         target: Tensor,
         prior: OutputFunction,
     ) -> Plan | None:
-        if not (prior.is_fixed and self._is_for_few(input, prior_logits, linear_weight, linear_bias, target)):
+        if not (prior.is_fixed and self._may_be_planned(input, prior_logits, linear_weight, linear_bias, target)):
             return None
         from sigsoftmax.backends.triton import few_mixtures
 
@@ -189,7 +189,7 @@ class Loss:
             "chunk_bytes": self.chunk_bytes,
         }
 
-    def _is_for_few(self, *tensors: Tensor | None) -> bool:
+    def _may_be_planned(self, *tensors: Tensor | None) -> bool:
         everything = (*tensors, *self.arguments)
         self.decision = dispatch.decision(self.backend, self.member.form, self.product_dtype, everything)
         return self.decision.backend == "triton" and self.reduction != "none" and self.member.is_fixed

@@ -98,7 +98,6 @@ def rows_kernel(
         y = tl.full((), 0, tl.int64)
         if HAS_INDEX:
             y = tl.load(index + row // rows_of_target) - first_class
-        by_n, by_s, z_scale = 0.0, 0.0, 0.0
         if GRADIENT and IS_EARLY:
             by_n, by_s, z_scale = _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX, HAS_Z_SLOPE)
         if STATS:

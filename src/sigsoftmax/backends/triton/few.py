@@ -96,8 +96,8 @@ def loss_kernel(
 ):
     """The sum or the mean of all losses, and its gradient.
 
-    For few tokens: every program counts the targets of all of them. The mean of no token is NaN. Rows of V logits may
-    have masked ones beyond the ``classes``.
+    Every program counts the targets of all tokens. The mean of no token is NaN. Rows of V logits may have masked ones
+    beyond the ``classes``.
     """
     scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
     fast_rows.begin_late(stagger)
@@ -301,7 +301,7 @@ def plan_of(
     chunk_bytes: int,
     label_smoothing: float = 0.0,
 ) -> FewTokens | None:
-    """How to compute the loss of few tokens; None where that is not the way."""
+    """How to compute the loss by one kernel; None where that is not the way."""
     tokens, classes = target.numel(), input.shape[-1] if weight is None else weight.shape[0]
     present = [t for t in (input, weight, bias) if t is not None]
     alignment = 1 if weight is None else sources.row_alignment(input.device)
