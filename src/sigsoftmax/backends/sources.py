@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.backends import reference
+from sigsoftmax.backends import products, reference
 
 
 def row_alignment(device: torch.device) -> int:
@@ -31,6 +31,11 @@ def careful_sum(device: torch.device, classes: int, rows: int, features: int, ch
     buffer_bytes, walk_bytes = 4 * classes * features, 4 * rows * features
     is_small = buffer_bytes <= max(walk_bytes, chunk_bytes // 2)
     return "buffered" if device.type == "cpu" or is_small else "exact"
+
+
+FEWEST_SLABS_OF_A_COPY = 3
+FEWEST_ROWS_A_FEATURE = 6
+"""of a slab, so that a copy of the weight is small beside it"""
 
 
 def rounded_up(number: int, multiple: int) -> int:
@@ -149,6 +154,14 @@ class LinearLogits(Source):
         self.sums_in_place = not is_low or weight_gradient == "fast" or num_chunks == 1
         self.parameters = (weight_Vd, bias_V)
         self.needs_hidden, self.needs_weight, self.needs_bias = needs_hidden, needs_weight, needs_bias
+        # As the second factor of the gradient of ``hidden``.
+        self.copies_weight = (
+            needs_hidden
+            and num_chunks >= FEWEST_SLABS_OF_A_COPY
+            and rows >= FEWEST_ROWS_A_FEATURE * self.features
+            and products.uses_tf32(self.weight_Vd)
+        )
+        self.second_factor_Vd = self.weight_Vd
         self.padded_part = (0, 0)
         self.padded_parameters = (self.weight_Vd, self.weight_Vd)
         self.hidden_gradient: Tensor | None = None
@@ -160,6 +173,8 @@ class LinearLogits(Source):
         weight_Vd, bias_V = self.parameters
         make = torch.zeros if self.num_tokens == 0 else torch.empty
         device = weight_Vd.device
+        if self.copies_weight:
+            self.second_factor_Vd = products.by_columns(self.weight_Vd)
         if self.needs_hidden:
             self.hidden_gradient = torch.empty(self.hidden_NKd.shape, dtype=self.hidden_NKd.dtype, device=device)
         if self.needs_weight:
@@ -206,7 +221,10 @@ class LinearLogits(Source):
             yield by_class[:, piece], *(other[piece] for other in others)
 
     def weight_of(self, first: int, last: int) -> Tensor:
-        return self.weight_Vd if last - first == self.num_classes else self.weight_Vd[first:last]
+        return self._classes_of(self.weight_Vd, first, last)
+
+    def _classes_of(self, weight_Vd: Tensor, first: int, last: int) -> Tensor:
+        return weight_Vd if last - first == self.num_classes else weight_Vd[first:last]
 
     def logits_of(self, rows_Rd: Tensor, first: int, last: int, out_RV: Tensor) -> Tensor:
         """Logits of a range of classes."""
@@ -241,18 +259,20 @@ class LinearLogits(Source):
 
     def add_to_hidden(self, by_rows_Rd: Tensor, by_logits_RV: Tensor, first: int, *, is_first: bool) -> None:
         """Gradients of logits from a first class on, times their part of the weight."""
-        weight_Vd = self.weight_of(first, first + by_logits_RV.shape[1])
+        weight_Vd = self._classes_of(self.second_factor_Vd, first, first + by_logits_RV.shape[1])
         for piece_RV, weight in self.pieces(by_logits_RV, weight_Vd):
-            add_product(by_rows_Rd, piece_RV, weight, is_first=is_first)
+            products.add_product(by_rows_Rd, piece_RV, weight, is_first=is_first)
             is_first = False
 
     def add_to_weight(self, by_weight_Vd: Tensor, by_logits_RV: Tensor, rows_Rd: Tensor, *, is_first: bool) -> None:
-        for piece_RV, by_weight in self.pieces(by_logits_RV, by_weight_Vd):
-            add_product(by_weight, piece_RV.t(), rows_Rd, is_first=is_first)
+        for part_RV, part_Rd in products.summands(by_logits_RV, rows_Rd):
+            for piece_RV, by_weight in self.pieces(part_RV, by_weight_Vd):
+                products.add_product(by_weight, piece_RV.t(), part_Rd, is_first=is_first)
+            is_first = False
 
     def add_to_bias(self, by_bias_V: Tensor, by_logits_RV: Tensor, *, is_first: bool) -> None:
         for piece_RV, by_bias in self.pieces(by_logits_RV, by_bias_V):
-            add_column_sums(by_bias, piece_RV, is_first=is_first)
+            products.add_column_sums(by_bias, piece_RV, is_first=is_first)
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         if not self.walks_classes:
@@ -283,37 +303,3 @@ class LinearLogits(Source):
             self.add_to_weight(self.weight_gradient, self.chunk_RV, self.chunk_Rd, is_first=is_first)
         if self.bias_gradient is not None:
             self.add_to_bias(self.bias_gradient, self.chunk_RV, is_first=is_first)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    """``total += a @ b``, or ``total = a @ b`` for the first one; rounded once, to total's dtype, if that can be."""
-    if total.dtype == a.dtype:
-        if is_first:
-            torch.mm(a, b, out=total)
-        else:
-            total.addmm_(a, b)
-    elif a.device.type == "cuda" and total.dtype == torch.float32:
-        if is_first:
-            torch.mm(a, b, out_dtype=torch.float32, out=total)
-        else:
-            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    elif is_first:
-        total.copy_(a @ b)
-    else:
-        total.add_(a @ b)
-
-
-def add_column_sums(total_V: Tensor, matrix_RV: Tensor, *, is_first: bool) -> None:
-    """``total += matrix.sum(0)``, or ``total =`` that for the first one."""
-    from sigsoftmax.backends import dispatch
-
-    if matrix_RV.device.type == "cuda" and total_V.dtype == torch.float32 and dispatch.has_kernels():
-        from sigsoftmax.backends.triton import columns
-
-        columns.add_column_sums(total_V, matrix_RV, is_first=is_first)
-        return
-    sums_V = matrix_RV.sum(0, dtype=total_V.dtype)
-    if is_first:
-        total_V.copy_(sums_V)
-    else:
-        total_V.add_(sums_V)

@@ -112,3 +112,14 @@ def test_mixtures_in_float32(deviation: float, products: str) -> None:
         problem = mixture_problem("cuda", N // K, K, D, V, deviation=deviation, dtype=torch.float32, has_bias=True)
         implementation = ours_mixture("sigsoftmax", "auto", slab_mib(4, itemsize=4))
         assert_within(implementation, problem, f"deviation {deviation:g}", 1.2)
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS)
+def test_tf32_products_of_few_features_and_ragged_slabs(deviation: float) -> None:
+    """The weight is copied, and the last rows of each slab are a product of their own."""
+    with float32_products("high"):
+        problem = linear_problem(
+            "cuda", N - 5, 48, V, deviation=deviation, dtype=torch.float32, product_dtype=torch.float32, has_bias=True
+        )
+        implementation = ours_linear("sigsoftmax", "auto", slab_mib(4, itemsize=4))
+        assert_within(implementation, problem, f"deviation {deviation:g}", 1.2)

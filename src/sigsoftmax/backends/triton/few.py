@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sigsoftmax.backends import sources
+from sigsoftmax.backends import products, sources
 from sigsoftmax.backends.gradients import is_traced, keeps_graph, not_differentiable_again, times
-from sigsoftmax.backends.sources import LinearLogits, add_column_sums
+from sigsoftmax.backends.sources import LinearLogits
 from sigsoftmax.backends.triton import fast, fast_rows, smoothing
 from sigsoftmax.backends.triton.fixed import fixed_values, is_sigsoftmax, is_softmax
 from sigsoftmax.backends.triton.launches import Launch
@@ -223,13 +223,13 @@ class FewTokens:
         by_bias = None
         if needs_bias and bias_V is not None:
             by_bias = torch.empty(bias_V.shape, dtype=torch.float32, device=bias_V.device)
-            add_column_sums(by_bias, logits_NV, is_first=True)
+            products.add_column_sums(by_bias, logits_NV, is_first=True)
             by_bias = by_bias.to(bias_V.dtype)
         return (
             total,
             shares,
             torch.mm(logits_NV, weight_Vd).view(input.shape) if needs_input else None,
-            torch.mm(logits_NV.t(), rows_Nd) if needs_weight else None,
+            products.sum_over_rows(logits_NV, rows_Nd) if needs_weight else None,
             by_bias,
         )
 

@@ -257,7 +257,7 @@ class TritonRows:
         """For logits and a gradient of these shapes."""
         rows, classes = logits_RV.shape
         size = logits_RV.element_size()
-        shape = fast_shape(classes, size, self.is_sigsoftmax)
+        shape = fast_shape(classes, size, self.is_sigsoftmax, measures=measure, writes=has_gradient)
         programs = min(rows, shape.per_processor * multiprocessors(self.device))
         return Launch(
             fast_rows.rows_kernel,

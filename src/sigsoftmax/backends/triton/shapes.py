@@ -1,7 +1,7 @@
 """How row kernels are launched: the fastest of sweeps on an H200.
 
-Rows in flight are to fit the L2 cache, so that the second pass over a row reads it from there: one long row for each
-multiprocessor, several shorter ones.
+Rows in flight that are read twice are to fit the L2 cache, so that the second pass over a row reads it from there: one
+long row for each multiprocessor, several shorter ones.
 """
 
 from __future__ import annotations
@@ -36,15 +36,25 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def fast_shape(classes: int, element_bytes: int, is_sigsoftmax: bool) -> FastShape:
+def fast_shape(
+    classes: int, element_bytes: int, is_sigsoftmax: bool, *, measures: bool = True, writes: bool = True
+) -> FastShape:
+    """For launches that measure rows, write their gradient, or both.
+
+    What does one of the two reads a row once, so that rows in flight need not fit the cache.
+    """
     row_bytes = classes * element_bytes
+    if not writes and row_bytes > 2**15:
+        return FastShape(1024, 4, 32)
+    if not measures and row_bytes > 2**15 and is_sigsoftmax and element_bytes == 2:
+        return FastShape(4096, 16, 4)
     if row_bytes > LONG_ROW_BYTES:
         return FastShape(8192, 32, 1)
     if row_bytes > 2**16:
         return FastShape(2048, 8, 2) if is_sigsoftmax else FastShape(4096, 16, 2, is_early=False)
     if row_bytes > 2**15:
         return FastShape(2048, 8, 4, is_early=is_sigsoftmax)
-    most, warps, per_processor = (512, 2, 32) if is_sigsoftmax else (1024, 4, 16)
+    most, warps, per_processor = (512, 2, 32) if is_sigsoftmax or not writes else (1024, 4, 16)
     return FastShape(min(most, max(128, _power_of_2(-(-classes // 4)))), warps, per_processor)
 
 
