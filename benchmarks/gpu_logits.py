@@ -73,6 +73,32 @@ def whole_steps(
     return machine.measured(case, rounds, errors=errors, without_peak=(IN_PLACE,))
 
 
+def rows_in_the_cache(function: str, tokens: int, classes: int) -> Products:
+    """The kernel on rows that overlap, of which all fit the cache: what it computes, with no memory to wait for."""
+    from sigsoftmax.backends.interface import RowCoefficients
+    from sigsoftmax.backends.triton.rows import routines
+
+    step = 16
+    logits_NV, out_NV = (
+        torch.randn(tokens * step + classes, device="cuda", dtype=torch.bfloat16).as_strided(
+            (tokens, classes), (step, 1)
+        )
+        for _ in range(2)
+    )
+    by_normalizer_N = torch.full((tokens,), 1.0 / tokens, device="cuda")
+    target_N = torch.randint(classes, (tokens,), device="cuda")
+    coefficients = RowCoefficients(by_normalizer_N, -by_normalizer_N, None, None)
+    output_function = OutputFunction(function)
+    rows = routines(output_function.form, output_function.arguments(), logits_NV, False)
+
+    def run() -> torch.Tensor:
+        return rows.stats_and_gradient(
+            logits_NV, coefficients, None, target_N, None, out_NV, argmax=False, entropy=False
+        ).normalizer
+
+    return Products(run, [])
+
+
 def device_alone(machine: Machine, tokens: int, classes: int, rounds: int) -> list[Measurement]:
     """Every member and the rarer options in CUDA graphs, and what reading and writing the logits takes."""
     problem = logits_problem(machine.device, tokens, classes)
@@ -92,6 +118,11 @@ def device_alone(machine: Machine, tokens: int, classes: int, rounds: int) -> li
     replays["a copy: one read and one write of the logits"] = machine.captured(
         Products(lambda: copied.copy_(problem.hidden.detach()), [])
     )
+    if machine.is_cuda:
+        for function in ("softmax", "sigsoftmax"):
+            replays[f"the kernel of {function} with all rows in the cache"] = machine.captured(
+                rows_in_the_cache(function, tokens, classes)
+            )
     case = Case(
         suite=SUITE,
         name=f"cross-entropy of bf16 logits without the host (CUDA graphs), {shape_text(tokens, classes)}",
