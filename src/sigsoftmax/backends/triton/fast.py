@@ -29,28 +29,28 @@ HIGHEST_EASY_BEND = tl.constexpr(20.0)
 
 
 @triton.jit
-def _tile(pointer, start, V, LANES: tl.constexpr, POLICY: tl.constexpr):
+def tile_at(pointer, start, V, LANES: tl.constexpr, POLICY: tl.constexpr):
     position = start + tl.arange(0, LANES)
     return tl.load(pointer + position, mask=position < V, other=-float("inf"), eviction_policy=POLICY)
 
 
 @triton.jit
-def _four_tiles(pointer, start, V, LANES: tl.constexpr, POLICY: tl.constexpr):
+def four_tiles_at(pointer, start, V, LANES: tl.constexpr, POLICY: tl.constexpr):
     return (
-        _tile(pointer, start, V, LANES, POLICY),
-        _tile(pointer, start + LANES, V, LANES, POLICY),
-        _tile(pointer, start + 2 * LANES, V, LANES, POLICY),
-        _tile(pointer, start + 3 * LANES, V, LANES, POLICY),
+        tile_at(pointer, start, V, LANES, POLICY),
+        tile_at(pointer, start + LANES, V, LANES, POLICY),
+        tile_at(pointer, start + 2 * LANES, V, LANES, POLICY),
+        tile_at(pointer, start + 3 * LANES, V, LANES, POLICY),
     )
 
 
 @triton.jit
 def first_tile(pointer, V, LANES: tl.constexpr):
-    return _tile(pointer, 0, V, LANES, "evict_last")
+    return tile_at(pointer, 0, V, LANES, "evict_last")
 
 
 @triton.jit
-def _bend(reference, c, IS_SIG: tl.constexpr):
+def bend_of(reference, c, IS_SIG: tl.constexpr):
     """(a, b) with sigmoid(z - c) = a u / (a u + b) for u = exp(z - reference); both at most 1."""
     if IS_SIG:
         height = reference - c
@@ -63,7 +63,7 @@ def _bend(reference, c, IS_SIG: tl.constexpr):
 
 
 @triton.jit
-def _is_easy(anchor, scale, c, IS_SIG: tl.constexpr):
+def is_easy_row(anchor, scale, c, IS_SIG: tl.constexpr):
     """Whether the cheapest formulas hold for the row; rows of trained models are."""
     is_easy = tl.abs(anchor * scale) < LARGEST_EASY_SHIFT
     if IS_SIG:
@@ -73,7 +73,7 @@ def _is_easy(anchor, scale, c, IS_SIG: tl.constexpr):
 
 
 @triton.jit
-def _shift(anchor, scale):
+def shift_of(anchor, scale):
     """(shift, residual) with anchor * scale = shift + residual, to twice the digits of a float."""
     shift = anchor * scale
     if forms.IS_INTERPRETED:
@@ -83,7 +83,7 @@ def _shift(anchor, scale):
 
 
 @triton.jit
-def _powers(tile, anchor, scale, shift, IS_EASY: tl.constexpr):
+def powers_of(tile, anchor, scale, shift, IS_EASY: tl.constexpr):
     """exp(alpha (z - anchor)) of a tile; for an easy row 2^residual times that, with one rounding and one operation."""
     z = forms.widened(tile)
     if IS_EASY and not forms.IS_INTERPRETED:
@@ -94,17 +94,17 @@ def _powers(tile, anchor, scale, shift, IS_EASY: tl.constexpr):
 
 
 @triton.jit
-def _four_powers(tiles, anchor, scale, shift, IS_EASY: tl.constexpr):
+def four_powers_of(tiles, anchor, scale, shift, IS_EASY: tl.constexpr):
     return (
-        _powers(tiles[0], anchor, scale, shift, IS_EASY),
-        _powers(tiles[1], anchor, scale, shift, IS_EASY),
-        _powers(tiles[2], anchor, scale, shift, IS_EASY),
-        _powers(tiles[3], anchor, scale, shift, IS_EASY),
+        powers_of(tiles[0], anchor, scale, shift, IS_EASY),
+        powers_of(tiles[1], anchor, scale, shift, IS_EASY),
+        powers_of(tiles[2], anchor, scale, shift, IS_EASY),
+        powers_of(tiles[3], anchor, scale, shift, IS_EASY),
     )
 
 
 @triton.jit
-def _denominators(u0, u1, u2, u3, b):
+def denominators_of(u0, u1, u2, u3, b):
     """Of an easy row, and their products in pairs."""
     d0 = u0 + b
     d1 = u1 + b
@@ -114,10 +114,19 @@ def _denominators(u0, u1, u2, u3, b):
 
 
 @triton.jit
-def _sum_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
+def product_of_denominators(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
+    if IS_SIG:
+        _, _, _, _, d01, d23 = denominators_of(u0, u1, u2, u3, b)
+        return d01 * d23
+    else:
+        return 1.0
+
+
+@triton.jit
+def sum_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
     """g / e^offset of an easy row, four tiles added."""
     if IS_SIG:
-        d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
+        d0, d1, d2, d3, d01, d23 = denominators_of(u0, u1, u2, u3, b)
         n01 = u0 * u0 * d1 + u1 * u1 * d0
         n23 = u2 * u2 * d3 + u3 * u3 * d2
         # The reciprocal of a larger product would be 0, and with it the four terms. One of them is more than a sum may
@@ -135,24 +144,34 @@ def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EA
     total = tl.zeros([LANES], tl.float32)
     if IS_SIG and not IS_EASY:
         for start in range(0, V, 2 * LANES):
-            u0 = _powers(_tile(pointer, start, V, LANES, "evict_last"), anchor, scale, shift, IS_EASY)
-            u1 = _powers(_tile(pointer, start + LANES, V, LANES, "evict_last"), anchor, scale, shift, IS_EASY)
+            u0 = powers_of(tile_at(pointer, start, V, LANES, "evict_last"), anchor, scale, shift, IS_EASY)
+            u1 = powers_of(tile_at(pointer, start + LANES, V, LANES, "evict_last"), anchor, scale, shift, IS_EASY)
             d0 = a * u0 + b
             d1 = a * u1 + b
             total += (u0 * u0 * d1 + u1 * u1 * d0) * forms.reciprocal(d0 * d1)
     else:
         for start in range(0, V, 4 * LANES):
-            tiles = _four_tiles(pointer, start, V, LANES, "evict_last")
-            u0, u1, u2, u3 = _four_powers(tiles, anchor, scale, shift, IS_EASY)
-            total += _sum_of_four(u0, u1, u2, u3, b, IS_SIG)
+            tiles = four_tiles_at(pointer, start, V, LANES, "evict_last")
+            u0, u1, u2, u3 = four_powers_of(tiles, anchor, scale, shift, IS_EASY)
+            total += sum_of_four(u0, u1, u2, u3, b, IS_SIG)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _store(pointer, start, gradient, V, LANES: tl.constexpr):
+def store_tile(pointer, start, gradient, V, LANES: tl.constexpr):
     position = start + tl.arange(0, LANES)
     # Written once and not read here again, so it need not stay in the cache.
     tl.store(pointer + position, gradient.to(pointer.dtype.element_ty), mask=position < V, cache_modifier=".cs")
+
+
+@triton.jit
+def scaled_complements(u0, u1, u2, u3, b, root):
+    """root (1 - sigma) of an easy row."""
+    d0, d1, d2, d3, d01, d23 = denominators_of(u0, u1, u2, u3, b)
+    shared = (root * b) * forms.reciprocal(d01 * d23)
+    y01 = shared * d23
+    y23 = shared * d01
+    return y01 * d1, y01 * d0, y23 * d3, y23 * d2
 
 
 @triton.jit
@@ -160,23 +179,16 @@ def _store_four(pointer, start, u0, u1, u2, u3, b, factor, root, V, IS_SIG: tl.c
     """The gradient of an easy row in four tiles; root^2 is the factor."""
     if IS_SIG:
         # sigma (2 - sigma) = 1 - y^2 for y = 1 - sigma = b / d.
-        d0, d1, d2, d3, d01, d23 = _denominators(u0, u1, u2, u3, b)
-        shared = (root * b) * forms.reciprocal(d01 * d23)
-        y01 = shared * d23
-        y23 = shared * d01
-        y0 = y01 * d1
-        y1 = y01 * d0
-        y2 = y23 * d3
-        y3 = y23 * d2
-        _store(pointer, start, u0 * (factor - y0 * y0), V, LANES)
-        _store(pointer, start + LANES, u1 * (factor - y1 * y1), V, LANES)
-        _store(pointer, start + 2 * LANES, u2 * (factor - y2 * y2), V, LANES)
-        _store(pointer, start + 3 * LANES, u3 * (factor - y3 * y3), V, LANES)
+        y0, y1, y2, y3 = scaled_complements(u0, u1, u2, u3, b, root)
+        store_tile(pointer, start, u0 * (factor - y0 * y0), V, LANES)
+        store_tile(pointer, start + LANES, u1 * (factor - y1 * y1), V, LANES)
+        store_tile(pointer, start + 2 * LANES, u2 * (factor - y2 * y2), V, LANES)
+        store_tile(pointer, start + 3 * LANES, u3 * (factor - y3 * y3), V, LANES)
     else:
-        _store(pointer, start, u0 * factor, V, LANES)
-        _store(pointer, start + LANES, u1 * factor, V, LANES)
-        _store(pointer, start + 2 * LANES, u2 * factor, V, LANES)
-        _store(pointer, start + 3 * LANES, u3 * factor, V, LANES)
+        store_tile(pointer, start, u0 * factor, V, LANES)
+        store_tile(pointer, start + LANES, u1 * factor, V, LANES)
+        store_tile(pointer, start + 2 * LANES, u2 * factor, V, LANES)
+        store_tile(pointer, start + 3 * LANES, u3 * factor, V, LANES)
 
 
 @triton.jit
@@ -199,20 +211,20 @@ def _gradient_row(
         twice = 2.0 * factor
         falling = factor * a
         for start in range(0, V, 2 * LANES):
-            u0 = _powers(_tile(pointer, start, V, LANES, "evict_first"), anchor, scale, shift, IS_EASY)
-            u1 = _powers(_tile(pointer, start + LANES, V, LANES, "evict_first"), anchor, scale, shift, IS_EASY)
+            u0 = powers_of(tile_at(pointer, start, V, LANES, "evict_first"), anchor, scale, shift, IS_EASY)
+            u1 = powers_of(tile_at(pointer, start + LANES, V, LANES, "evict_first"), anchor, scale, shift, IS_EASY)
             d0 = a * u0 + b
             d1 = a * u1 + b
             shared = forms.reciprocal(d0 * d1)
             q0 = u0 * (d1 * shared)
             q1 = u1 * (d0 * shared)
-            _store(out_pointer, start, (u0 * q0) * (twice - falling * q0), V, LANES)
-            _store(out_pointer, start + LANES, (u1 * q1) * (twice - falling * q1), V, LANES)
+            store_tile(out_pointer, start, (u0 * q0) * (twice - falling * q0), V, LANES)
+            store_tile(out_pointer, start + LANES, (u1 * q1) * (twice - falling * q1), V, LANES)
     else:
         root = tl.sqrt(tl.abs(factor))
         for start in range(0, V, 4 * LANES):
-            tiles = _four_tiles(pointer, start, V, LANES, "evict_first")
-            u0, u1, u2, u3 = _four_powers(tiles, anchor, scale, shift, IS_EASY)
+            tiles = four_tiles_at(pointer, start, V, LANES, "evict_first")
+            u0, u1, u2, u3 = four_powers_of(tiles, anchor, scale, shift, IS_EASY)
             _store_four(out_pointer, start, u0, u1, u2, u3, b, factor, root, V, IS_SIG, LANES)
 
 
@@ -220,7 +232,7 @@ def _gradient_row(
 def _largest(pointer, V, LANES: tl.constexpr):
     largest = tl.full([LANES], -float("inf"), tl.float32)
     for start in range(0, V, LANES):
-        largest = tl.maximum(largest, forms.widened(_tile(pointer, start, V, LANES, "evict_last")))
+        largest = tl.maximum(largest, forms.widened(tile_at(pointer, start, V, LANES, "evict_last")))
     return tl.max(largest, 0)
 
 
@@ -229,9 +241,9 @@ def _measured_row(pointer, anchor, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.
     """(sum g / e^offset, anchor); an anchor of -inf, all it has seen being masked, becomes 0."""
     anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
     scale = alpha * forms.LOG2_E
-    a, b = _bend(anchor, c, IS_SIG)
-    if _is_easy(anchor, scale, c, IS_SIG):
-        shift, residual = _shift(anchor, scale)
+    a, b = bend_of(anchor, c, IS_SIG)
+    if is_easy_row(anchor, scale, c, IS_SIG):
+        shift, residual = shift_of(anchor, scale)
         grown = tl.exp2(residual)
         total = _sum_row(pointer, anchor, scale, shift, a, b * grown, V, IS_SIG, True, LANES) / grown
     else:
@@ -278,6 +290,24 @@ def gap_of(z, anchor, alpha, c, IS_SIG: tl.constexpr):
 
 
 @triton.jit
+def write_target(out_pointer, factor, anchor, by_target, y, z_y, has_target, alpha, c, IS_SIG: tl.constexpr):
+    """Put the gradient of the target right, after that of all classes."""
+    u = tl.exp2((z_y - anchor) * (alpha * forms.LOG2_E))
+    slope = alpha + 0.0 * u
+    at_target = factor * u
+    if IS_SIG:
+        a, b = bend_of(anchor, c, IS_SIG)
+        q = u / (a * u + b)
+        at_target = (u * q) * (2.0 * factor - factor * a * q)
+        slope = 2.0 - forms.sigmoid(z_y - c)
+    slope = tl.where(z_y == -float("inf"), 1.0, slope)
+    # Every thread of the block has stored its tiles before the target is put right.
+    tl.debug_barrier()
+    by_y = (at_target + by_target * slope).to(out_pointer.dtype.element_ty)
+    tl.store(out_pointer + y, by_y, mask=has_target)
+
+
+@triton.jit
 def write_gradient(
     pointer,
     out_pointer,
@@ -301,12 +331,12 @@ def write_gradient(
     scale = alpha * forms.LOG2_E
     if (by_normalizer == 0) & (by_target == 0):
         for start in range(0, V, LANES):
-            _store(out_pointer, start, tl.zeros([LANES], tl.float32), V, LANES)
+            store_tile(out_pointer, start, tl.zeros([LANES], tl.float32), V, LANES)
     else:
         factor = by_normalizer / total * alpha
-        a, b = _bend(anchor, c, IS_SIG)
-        if _is_easy(anchor, scale, c, IS_SIG) & ((not IS_SIG) or (IS_ROUGH & (factor > 0))):
-            shift, residual = _shift(anchor, scale)
+        a, b = bend_of(anchor, c, IS_SIG)
+        if is_easy_row(anchor, scale, c, IS_SIG) & ((not IS_SIG) or (IS_ROUGH & (factor > 0))):
+            shift, residual = shift_of(anchor, scale)
             grown = tl.exp2(residual)
             _gradient_row(
                 pointer, out_pointer, anchor, scale, shift, a, b * grown, factor / grown, V, IS_SIG, True, LANES
@@ -314,18 +344,7 @@ def write_gradient(
         else:
             _gradient_row(pointer, out_pointer, anchor, scale, 0.0, a, b, factor, V, IS_SIG, False, LANES)
         if HAS_INDEX:
-            u = tl.exp2((z_y - anchor) * scale)
-            slope = alpha + 0.0 * u
-            at_target = factor * u
-            if IS_SIG:
-                q = u / (a * u + b)
-                at_target = (u * q) * (2.0 * factor - factor * a * q)
-                slope = 2.0 - forms.sigmoid(z_y - c)
-            slope = tl.where(z_y == -float("inf"), 1.0, slope)
-            # Every thread of the block has stored its tiles before the target is put right.
-            tl.debug_barrier()
-            by_y = (at_target + by_target * slope).to(out_pointer.dtype.element_ty)
-            tl.store(out_pointer + y, by_y, mask=has_target)
+            write_target(out_pointer, factor, anchor, by_target, y, z_y, has_target, alpha, c, IS_SIG)
 
 
 @triton.jit

@@ -109,14 +109,14 @@ def loss_kernel(
         tl.device_assert((not is_kept) | ((y >= 0) & (y < classes)), "target out of range; see SIGSOFTMAX_CHECK=1")
         y = tl.where(is_kept, y, 0)
         z_y = tl.load(pointer + y).to(tl.float32)
-        if IS_SMOOTH and logits.dtype.element_ty.primitive_bitwidth == 32:
-            row_sum, anchor = fast.measured_from_the_largest(pointer, alpha, c, V, IS_SIG, LANES)
+        gaps = tl.full((), 0.0, tl.float32)
+        if IS_SMOOTH:
+            row_sum, anchor, gaps = smoothing.measured(pointer, first, alpha, c, V, classes, IS_SIG, LANES)
         else:
             row_sum, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
         normalizer = tl.log(row_sum)
         gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
         if IS_SMOOTH:
-            gaps = smoothing.sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
             gap = (1.0 - label_smoothing) * gap + label_smoothing / classes * gaps
         loss = normalizer - gap
         by_n = scale
@@ -133,12 +133,14 @@ def loss_kernel(
             smoothing.write_gradient(
                 pointer,
                 out_pointer,
+                row_sum,
                 anchor,
-                normalizer,
+                gaps,
                 by_n,
                 by_s,
                 by_class,
                 y,
+                z_y,
                 is_kept,
                 alpha,
                 c,

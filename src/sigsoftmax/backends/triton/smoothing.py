@@ -1,5 +1,9 @@
 """What label smoothing adds to a row of softmax or sigsoftmax: every class is a target to some small part.
 
+For an easy row of 16 bits it is an operation or two more an element and pass: with u = exp(z - anchor) and d = u + b,
+log g of a class is 2 (z - anchor) - log d, and the slope of its phi 1 + b / d. Four elements share a logarithm. Other
+rows are read once more.
+
 Shapes: V logits in a row, those beyond the ``classes`` masked.
 """
 
@@ -8,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton import forms
+from sigsoftmax.backends.triton import fast, forms
 
 
 @triton.jit
@@ -25,7 +29,7 @@ def _tile(pointer, anchor, normalizer, alpha, c, start, classes, IS_SIG: tl.cons
 
 
 @triton.jit
-def sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+def _sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
     """log g of all classes, less the offset of the row."""
     sums = tl.zeros([LANES], tl.float32)
     for start in range(0, classes, LANES):
@@ -35,15 +39,124 @@ def sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES:
 
 
 @triton.jit
+def _gap(z, d, scale, IS_SIG: tl.constexpr):
+    """Of a sum of logits and a product of denominators, to base 2 and not relative to the anchor."""
+    if IS_SIG:
+        return z * (2.0 * scale) - forms.log2(d, True)
+    else:
+        return z * scale
+
+
+@triton.jit
+def _sums(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """(sum g / e^offset, log g of all classes less the offset) of an easy row."""
+    scale = alpha * forms.LOG2_E
+    shift, residual = fast.shift_of(anchor, scale)
+    grown = tl.exp2(residual)
+    b = fast.bend_of(anchor, c, IS_SIG)[1]
+    b *= grown
+    total = tl.zeros([LANES], tl.float32)
+    gaps = tl.zeros([LANES], tl.float32)
+    # The end of a row is taken for itself, and nothing else has to be compared with it.
+    whole = classes // (4 * LANES) * (4 * LANES)
+    for start in range(0, whole, 4 * LANES):
+        tiles = fast.four_tiles_at(pointer, start, classes, LANES, "evict_last")
+        u0, u1, u2, u3 = fast.four_powers_of(tiles, anchor, scale, shift, True)
+        total += fast.sum_of_four(u0, u1, u2, u3, b, IS_SIG)
+        z01 = forms.widened(tiles[0]) + forms.widened(tiles[1])
+        z23 = forms.widened(tiles[2]) + forms.widened(tiles[3])
+        gaps += _gap(z01 + z23, fast.product_of_denominators(u0, u1, u2, u3, b, IS_SIG), scale, IS_SIG)
+    for start in range(whole, classes, LANES):
+        tile = fast.tile_at(pointer, start, classes, LANES, "evict_last")
+        is_class = start + tl.arange(0, LANES) < classes
+        u = fast.powers_of(tile, anchor, scale, shift, True)
+        total += u * (u * forms.reciprocal(u + b)) if IS_SIG else u
+        gaps += tl.where(is_class, _gap(forms.widened(tile), u + b, scale, IS_SIG), 0.0)
+    gap = tl.sum(gaps, 0) - classes * (2.0 * shift + residual if IS_SIG else shift + residual)
+    return tl.sum(total, 0) / grown, gap * forms.LOG_2
+
+
+@triton.jit
+def measured(pointer, first, alpha, c, V, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """(sum g / e^offset, anchor, log g of all classes less the offset) of a row and its first tile."""
+    IS_ROUGH: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth == 16
+    if IS_ROUGH:
+        anchor = tl.max(forms.widened(first), 0)
+        total = anchor * 0.0
+        gaps = anchor * 0.0
+        if fast.is_easy_row(anchor, alpha * forms.LOG2_E, c, IS_SIG):
+            total, gaps = _sums(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
+        if not ((total >= fast.SMALLEST_SUM) & (total <= fast.LARGEST_SUM)):
+            total, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
+            gaps = _sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
+    else:
+        total, anchor = fast.measured_from_the_largest(pointer, alpha, c, V, IS_SIG, LANES)
+        gaps = _sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
+    return total, anchor, gaps
+
+
+@triton.jit
+def _write_easy(
+    pointer,
+    out_pointer,
+    total,
+    anchor,
+    by_normalizer,
+    by_class,
+    alpha,
+    c,
+    V,
+    classes,
+    IS_SIG: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The gradient of an easy row with no masked class, but for its target."""
+    scale = alpha * forms.LOG2_E
+    shift, residual = fast.shift_of(anchor, scale)
+    grown = tl.exp2(residual)
+    b = fast.bend_of(anchor, c, IS_SIG)[1]
+    b *= grown
+    factor = by_normalizer / total * alpha / grown
+    root = tl.sqrt(factor)
+    evenly = by_class * alpha
+    steeper = by_class / root
+    whole = classes // (4 * LANES) * (4 * LANES)
+    for start in range(0, whole, 4 * LANES):
+        tiles = fast.four_tiles_at(pointer, start, classes, LANES, "evict_first")
+        u0, u1, u2, u3 = fast.four_powers_of(tiles, anchor, scale, shift, True)
+        if IS_SIG:
+            y0, y1, y2, y3 = fast.scaled_complements(u0, u1, u2, u3, b, root)
+            fast.store_tile(out_pointer, start, u0 * (factor - y0 * y0) + (y0 * steeper + evenly), V, LANES)
+            fast.store_tile(out_pointer, start + LANES, u1 * (factor - y1 * y1) + (y1 * steeper + evenly), V, LANES)
+            fast.store_tile(out_pointer, start + 2 * LANES, u2 * (factor - y2 * y2) + (y2 * steeper + evenly), V, LANES)
+            fast.store_tile(out_pointer, start + 3 * LANES, u3 * (factor - y3 * y3) + (y3 * steeper + evenly), V, LANES)
+        else:
+            fast.store_tile(out_pointer, start, u0 * factor + evenly, V, LANES)
+            fast.store_tile(out_pointer, start + LANES, u1 * factor + evenly, V, LANES)
+            fast.store_tile(out_pointer, start + 2 * LANES, u2 * factor + evenly, V, LANES)
+            fast.store_tile(out_pointer, start + 3 * LANES, u3 * factor + evenly, V, LANES)
+    for start in range(whole, V, LANES):
+        u = fast.powers_of(fast.tile_at(pointer, start, classes, LANES, "evict_first"), anchor, scale, shift, True)
+        gradient = u * factor + evenly
+        if IS_SIG:
+            y = (root * b) * forms.reciprocal(u + b)
+            gradient = u * (factor - y * y) + (y * steeper + evenly)
+        is_class = start + tl.arange(0, LANES) < classes
+        fast.store_tile(out_pointer, start, tl.where(is_class, gradient, 0.0), V, LANES)
+
+
+@triton.jit
 def write_gradient(
     pointer,
     out_pointer,
+    total,
     anchor,
-    normalizer,
+    gaps,
     by_normalizer,
     by_target,
     by_class,
     y,
+    z_y,
     is_used,
     alpha,
     c,
@@ -53,9 +166,21 @@ def write_gradient(
     LANES: tl.constexpr,
 ):
     """The gradient of a row, 0 where it is not used."""
-    for start in range(0, V, LANES):
-        is_class, _, weight, slope = _tile(pointer, anchor, normalizer, alpha, c, start, classes, IS_SIG, LANES)
-        position = start + tl.arange(0, LANES)
-        by_phi = by_normalizer * weight + by_class + tl.where(position == y, by_target, 0.0)
-        gradient = tl.where(is_class & is_used, by_phi * slope, 0.0)
-        tl.store(out_pointer + position, gradient.to(out_pointer.dtype.element_ty), mask=position < V)
+    IS_ROUGH: tl.constexpr = out_pointer.dtype.element_ty.primitive_bitwidth == 16
+    # Registers of so many threads would not do for more.
+    TILE: tl.constexpr = LANES // 2 if LANES > 4096 else LANES
+    # A masked class has a gap of -inf.
+    is_easy = fast.is_easy_row(anchor, alpha * forms.LOG2_E, c, IS_SIG) & (gaps > -float("inf")) & (by_normalizer > 0)
+    if IS_ROUGH & is_easy & is_used:
+        _write_easy(pointer, out_pointer, total, anchor, by_normalizer, by_class, alpha, c, V, classes, IS_SIG, TILE)
+        fast.write_target(
+            out_pointer, by_normalizer / total * alpha, anchor, by_target + by_class, y, z_y, True, alpha, c, IS_SIG
+        )
+    else:
+        normalizer = tl.log(total)
+        for start in range(0, V, LANES):
+            is_class, _, weight, slope = _tile(pointer, anchor, normalizer, alpha, c, start, classes, IS_SIG, LANES)
+            position = start + tl.arange(0, LANES)
+            by_phi = by_normalizer * weight + by_class + tl.where(position == y, by_target, 0.0)
+            gradient = tl.where(is_class & is_used, by_phi * slope, 0.0)
+            tl.store(out_pointer + position, gradient.to(out_pointer.dtype.element_ty), mask=position < V)
