@@ -313,8 +313,11 @@ class TritonRows:
             assert coefficients is not None
             self._launch_per_class(logits_RV, index_R, dense, stats, coefficients, first_class)
         by_arguments = torch.empty(rows if wants_arguments else 0, 3, dtype=torch.float32, device=self.device)
-        sums_much = stats.entropy is not None or (wants_arguments and (self.per_class or dense is not None))
-        block, warps, per_processor = general_shape(classes, logits_RV.element_size(), sums_much)
+        size = logits_RV.element_size()
+        sums_much = stats.entropy is not None or (
+            wants_arguments and (self.per_class or dense is not None or size == 4)
+        )
+        block, warps, per_processor = general_shape(classes, size, sums_much)
         launch(
             general.rows_kernel,
             min(rows, per_processor * multiprocessors(self.device)),
