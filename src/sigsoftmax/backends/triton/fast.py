@@ -104,38 +104,28 @@ def four_powers_of(tiles, anchor, scale, shift, IS_EASY: tl.constexpr):
 
 
 @triton.jit
-def denominators_of(u0, u1, u2, u3, b):
-    """Of an easy row, and their products in pairs."""
-    d0 = u0 + b
-    d1 = u1 + b
-    d2 = u2 + b
-    d3 = u3 + b
-    return d0, d1, d2, d3, d0 * d1, d2 * d3
-
-
-@triton.jit
-def product_of_denominators(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
-    if IS_SIG:
-        _, _, _, _, d01, d23 = denominators_of(u0, u1, u2, u3, b)
-        return d01 * d23
-    else:
-        return 1.0
+def _pair(u0, u1, b):
+    """Numerator and denominator of u0^2 / (u0 + b) + u1^2 / (u1 + b), in an operation less than term by term."""
+    s = u0 + u1
+    p = u0 * u1
+    q = p + b * s
+    # s q is twice what is taken from it or more.
+    return s * q - (2.0 * b) * p, q + b * b
 
 
 @triton.jit
 def sum_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
-    """g / e^offset of an easy row, four tiles added."""
+    """g / e^offset of an easy row, four tiles added; and the product of their denominators."""
     if IS_SIG:
-        d0, d1, d2, d3, d01, d23 = denominators_of(u0, u1, u2, u3, b)
-        n01 = u0 * u0 * d1 + u1 * u1 * d0
-        n23 = u2 * u2 * d3 + u3 * u3 * d2
+        n01, d01 = _pair(u0, u1, b)
+        n23, d23 = _pair(u2, u3, b)
         # The reciprocal of a larger product would be 0, and with it the four terms. One of them is more than a sum may
         # be, and remains so with a smaller product.
         shared = forms.reciprocal(tl.minimum(d01 * d23, LARGEST_PRODUCT))
         # Each numerator times the reciprocal of its own two denominators: with the other two it may underflow.
-        return n01 * (d23 * shared) + n23 * (d01 * shared)
+        return n01 * (d23 * shared) + n23 * (d01 * shared), d01 * d23
     else:
-        return (u0 + u1) + (u2 + u3)
+        return (u0 + u1) + (u2 + u3), 1.0
 
 
 @triton.jit
@@ -153,7 +143,7 @@ def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EA
         for start in range(0, V, 4 * LANES):
             tiles = four_tiles_at(pointer, start, V, LANES, "evict_last")
             u0, u1, u2, u3 = four_powers_of(tiles, anchor, scale, shift, IS_EASY)
-            total += sum_of_four(u0, u1, u2, u3, b, IS_SIG)
+            total += sum_of_four(u0, u1, u2, u3, b, IS_SIG)[0]
     return tl.sum(total, 0)
 
 
@@ -167,7 +157,12 @@ def store_tile(pointer, start, gradient, V, LANES: tl.constexpr):
 @triton.jit
 def scaled_complements(u0, u1, u2, u3, b, root):
     """root (1 - sigma) of an easy row."""
-    d0, d1, d2, d3, d01, d23 = denominators_of(u0, u1, u2, u3, b)
+    d0 = u0 + b
+    d1 = u1 + b
+    d2 = u2 + b
+    d3 = u3 + b
+    d01 = d0 * d1
+    d23 = d2 * d3
     shared = (root * b) * forms.reciprocal(d01 * d23)
     y01 = shared * d23
     y23 = shared * d01

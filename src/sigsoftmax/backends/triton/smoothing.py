@@ -62,10 +62,11 @@ def _sums(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.co
     for start in range(0, whole, 4 * LANES):
         tiles = fast.four_tiles_at(pointer, start, classes, LANES, "evict_last")
         u0, u1, u2, u3 = fast.four_powers_of(tiles, anchor, scale, shift, True)
-        total += fast.sum_of_four(u0, u1, u2, u3, b, IS_SIG)
+        added, d = fast.sum_of_four(u0, u1, u2, u3, b, IS_SIG)
+        total += added
         z01 = forms.widened(tiles[0]) + forms.widened(tiles[1])
         z23 = forms.widened(tiles[2]) + forms.widened(tiles[3])
-        gaps += _gap(z01 + z23, fast.product_of_denominators(u0, u1, u2, u3, b, IS_SIG), scale, IS_SIG)
+        gaps += _gap(z01 + z23, d, scale, IS_SIG)
     for start in range(whole, classes, LANES):
         tile = fast.tile_at(pointer, start, classes, LANES, "evict_last")
         is_class = start + tl.arange(0, LANES) < classes
