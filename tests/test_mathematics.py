@@ -691,6 +691,29 @@ def test_sigmoid_of_the_formula_is_wrong_at_a_far_target() -> None:
     assert_close(gradient, torch.tensor([1.0, -1.0]), 1e-6)
 
 
+@pytest.mark.parametrize("height", [0.0, 0.3, 4.0, 19.0])
+def test_elements_share_reciprocals_and_logarithms(height: float) -> None:
+    """(M23), and what elements share."""
+    c = 0.7
+    z = torch.cat([torch.zeros(1), -8.0 * torch.rand(7)]).double() + (c + height)
+    m = z.max()
+    u, b = torch.exp(z - m), torch.exp(c - m)
+    d = u + b
+    log_sigmoid = F.logsigmoid(z - c)
+    log_weights, slope = z + log_sigmoid - m, 2.0 - log_sigmoid.exp()
+    weights = log_weights.exp()
+    for left, right in ((0, 1), (2, 3), (1, 7)):
+        s, p = u[left] + u[right], u[left] * u[right]
+        q = p + b * s
+        assert s * q >= 4.0 * b * p
+        torch.testing.assert_close((s * q - 2.0 * b * p) / (q + b * b), weights[left] + weights[right])
+        torch.testing.assert_close(q + b * b, d[left] * d[right])
+        torch.testing.assert_close(d[right] / (q + b * b), 1.0 / d[left])
+    torch.testing.assert_close(u * (1.0 - (b / d) ** 2), weights * slope)
+    torch.testing.assert_close(1.0 + b / d, slope)
+    torch.testing.assert_close(2.0 * (z - m).sum() - d.prod().log(), log_weights.sum())
+
+
 # --- 7. mixtures ------------------------------------------------------------------------------------------------
 
 MIXED = (OutputFunction("softmax"), OutputFunction("sigsoftmax"), OutputFunction("gss", k=0.2, c=0.7))
