@@ -60,7 +60,7 @@ def gradients(rows: int, slabs: int) -> tuple[LinearLogits, list[Tensor]]:
         torch.randn(CLASSES, FEATURES, dtype=torch.float64),
         torch.randn(CLASSES, dtype=torch.float64),
         torch.float64,
-        -(-rows // slabs) * sources.rounded_up(CLASSES, 16) * 8,
+        -(-rows // slabs) * products.rounded_up(CLASSES, 16) * 8,
         needs_hidden=True,
         needs_weight=True,
         needs_bias=True,

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.sources import LinearLogits, rounded_up
+from sigsoftmax.backends.products import rounded_up
+from sigsoftmax.backends.sources import LinearLogits
 
 STEP = 64
 """Ranges begin at multiples of so many classes (128 bytes of bfloat16)."""

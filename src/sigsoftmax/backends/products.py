@@ -27,10 +27,14 @@ def uses_tf32(matrix: Tensor) -> bool:
     )
 
 
+def rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 def by_columns(matrix_Rd: Tensor) -> Tensor:
     """A copy that lies in memory column after column, each at an aligned address."""
     rows, columns = matrix_Rd.shape
-    copy_dR = matrix_Rd.new_empty(columns, -(-rows // TF32_ALIGNMENT) * TF32_ALIGNMENT)[:, :rows]
+    copy_dR = matrix_Rd.new_empty(columns, rounded_up(rows, TF32_ALIGNMENT))[:, :rows]
     return copy_dR.copy_(matrix_Rd.t()).t()
 
 

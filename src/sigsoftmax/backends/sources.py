@@ -12,6 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigsoftmax.backends import products, reference
+from sigsoftmax.backends.products import rounded_up
+
+FEWEST_SLABS_OF_A_COPY = 3
+FEWEST_ROWS_A_FEATURE = 6
+"""of a slab, so that a copy of the weight is small beside it"""
 
 
 def row_alignment(device: torch.device) -> int:
@@ -31,15 +36,6 @@ def careful_sum(device: torch.device, classes: int, rows: int, features: int, ch
     buffer_bytes, walk_bytes = 4 * classes * features, 4 * rows * features
     is_small = buffer_bytes <= max(walk_bytes, chunk_bytes // 2)
     return "buffered" if device.type == "cpu" or is_small else "exact"
-
-
-FEWEST_SLABS_OF_A_COPY = 3
-FEWEST_ROWS_A_FEATURE = 6
-"""of a slab, so that a copy of the weight is small beside it"""
-
-
-def rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 class Source:

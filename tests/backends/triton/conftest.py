@@ -3,9 +3,9 @@
 Triton has an interpreter that runs kernels on CPU tensors. It is chosen when kernels are defined, for a whole process,
 by TRITON_INTERPRET=1, while the tests around these want kernels that compile. So there are two kinds of files here:
 
-* ``test_rows``, ``test_columns``, ``test_losses``, ``test_few`` and ``test_sharded`` run kernels. On a machine with a
-  GPU they run on it. Elsewhere they skip themselves, and ``test_interpreted`` runs each of them in a process of its own
-  that has the variable set;
+* ``test_rows``, ``test_columns``, ``test_losses``, ``test_few``, ``test_smoothing`` and ``test_sharded`` run kernels.
+  On a machine with a GPU they run on it. Elsewhere they skip themselves, and ``test_interpreted`` runs each of them in
+  a process of its own that has the variable set;
 * ``test_compile`` needs no GPU, ``test_gpu`` needs one.
 """
 
@@ -14,11 +14,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from sigsoftmax import known_calls, validation
+
+if TYPE_CHECKING:
+    from sigsoftmax.backends.triton.few import Plan
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
@@ -51,3 +56,21 @@ def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans by which losses were computed; none is known before."""
+    from sigsoftmax.backends.triton import few
+
+    plans: list[Plan] = []
+    original = few.loss_by
+
+    def loss_by(plan: Plan, *tensors: Tensor | None) -> Tensor:
+        plans.append(plan)
+        return original(plan, *tensors)
+
+    monkeypatch.setattr(few, "loss_by", loss_by)
+    monkeypatch.setattr(known_calls, "_known", {})
+    monkeypatch.setattr(validation, "wants_messages", lambda device: False)
+    return plans

@@ -307,7 +307,7 @@ def plan_of(
     tokens, classes = target.numel(), input.shape[-1] if weight is None else weight.shape[0]
     present = [t for t in (input, weight, bias) if t is not None]
     alignment = 1 if weight is None else sources.row_alignment(input.device)
-    width = sources.rounded_up(classes, alignment)
+    width = products.rounded_up(classes, alignment)
     if (
         not has_kernels(form, arguments)
         or not is_simple([*present, target])

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sigsoftmax.backends import sources
+from sigsoftmax.backends import products
 from sigsoftmax.backends.sources import LinearLogits
 from sigsoftmax.backends.triton import few, forms, mixtures, priors
 from sigsoftmax.backends.triton.fixed import fixed_values
@@ -209,7 +209,7 @@ def plan_of(
     )
     if source.walks_classes:
         return None
-    width, chunk_tokens = sources.rounded_up(classes, source.alignment), source.chunk_tokens
+    width, chunk_tokens = products.rounded_up(classes, source.alignment), source.chunk_tokens
     routines = TritonRows(form, arguments, input, rows_of_target=components)
     lanes = triton.next_power_of_2(components)
     tokens_of_program = max(1, priors.TILE // lanes)

@@ -97,6 +97,12 @@ def measured(pointer, first, alpha, c, V, classes, IS_SIG: tl.constexpr, LANES: 
 
 
 @triton.jit
+def _bent(u, y, factor, steeper, evenly):
+    """A gradient of sigsoftmax."""
+    return u * (factor - y * y) + (y * steeper + evenly)
+
+
+@triton.jit
 def _write_easy(
     pointer,
     out_pointer,
@@ -127,10 +133,10 @@ def _write_easy(
         u0, u1, u2, u3 = fast.four_powers_of(tiles, anchor, scale, shift, True)
         if IS_SIG:
             y0, y1, y2, y3 = fast.scaled_complements(u0, u1, u2, u3, b, root)
-            fast.store_tile(out_pointer, start, u0 * (factor - y0 * y0) + (y0 * steeper + evenly), V, LANES)
-            fast.store_tile(out_pointer, start + LANES, u1 * (factor - y1 * y1) + (y1 * steeper + evenly), V, LANES)
-            fast.store_tile(out_pointer, start + 2 * LANES, u2 * (factor - y2 * y2) + (y2 * steeper + evenly), V, LANES)
-            fast.store_tile(out_pointer, start + 3 * LANES, u3 * (factor - y3 * y3) + (y3 * steeper + evenly), V, LANES)
+            fast.store_tile(out_pointer, start, _bent(u0, y0, factor, steeper, evenly), V, LANES)
+            fast.store_tile(out_pointer, start + LANES, _bent(u1, y1, factor, steeper, evenly), V, LANES)
+            fast.store_tile(out_pointer, start + 2 * LANES, _bent(u2, y2, factor, steeper, evenly), V, LANES)
+            fast.store_tile(out_pointer, start + 3 * LANES, _bent(u3, y3, factor, steeper, evenly), V, LANES)
         else:
             fast.store_tile(out_pointer, start, u0 * factor + evenly, V, LANES)
             fast.store_tile(out_pointer, start + LANES, u1 * factor + evenly, V, LANES)
@@ -141,7 +147,7 @@ def _write_easy(
         gradient = u * factor + evenly
         if IS_SIG:
             y = (root * b) * forms.reciprocal(u + b)
-            gradient = u * (factor - y * y) + (y * steeper + evenly)
+            gradient = _bent(u, y, factor, steeper, evenly)
         is_class = start + tl.arange(0, LANES) < classes
         fast.store_tile(out_pointer, start, tl.where(is_class, gradient, 0.0), V, LANES)
 
