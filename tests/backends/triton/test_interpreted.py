@@ -33,7 +33,15 @@ def interpreter_is_broken() -> bool:
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this process interprets kernels itself")
 @pytest.mark.parametrize(
     "name",
-    ["test_rows.py", "test_losses.py", "test_few.py", "test_smoothing.py", "test_columns.py", "test_sharded.py"],
+    [
+        "test_rows.py",
+        "test_losses.py",
+        "test_few.py",
+        "test_smoothing.py",
+        "test_stream.py",
+        "test_columns.py",
+        "test_sharded.py",
+    ],
 )
 def test_kernels_in_the_interpreter(name: str) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}

@@ -148,10 +148,15 @@ def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EA
 
 
 @triton.jit
-def store_tile(pointer, start, gradient, V, LANES: tl.constexpr):
+def store_tile(pointer, start, gradient, V, LANES: tl.constexpr, IS_WHOLE: tl.constexpr = False):
+    """A tile is whole if all of it lies within the row."""
     position = start + tl.arange(0, LANES)
+    rounded = gradient.to(pointer.dtype.element_ty)
     # Written once and not read here again, so it need not stay in the cache.
-    tl.store(pointer + position, gradient.to(pointer.dtype.element_ty), mask=position < V, cache_modifier=".cs")
+    if IS_WHOLE:
+        tl.store(pointer + position, rounded, cache_modifier=".cs")
+    else:
+        tl.store(pointer + position, rounded, mask=position < V, cache_modifier=".cs")
 
 
 @triton.jit
@@ -170,20 +175,19 @@ def scaled_complements(u0, u1, u2, u3, b, root):
 
 
 @triton.jit
-def _store_four(pointer, start, u0, u1, u2, u3, b, factor, root, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """The gradient of an easy row in four tiles; root^2 is the factor."""
+def gradients_of_four(u0, u1, u2, u3, b, factor, root, IS_SIG: tl.constexpr):
+    """Of an easy row; root^2 is the factor."""
     if IS_SIG:
         # sigma (2 - sigma) = 1 - y^2 for y = 1 - sigma = b / d.
         y0, y1, y2, y3 = scaled_complements(u0, u1, u2, u3, b, root)
-        store_tile(pointer, start, u0 * (factor - y0 * y0), V, LANES)
-        store_tile(pointer, start + LANES, u1 * (factor - y1 * y1), V, LANES)
-        store_tile(pointer, start + 2 * LANES, u2 * (factor - y2 * y2), V, LANES)
-        store_tile(pointer, start + 3 * LANES, u3 * (factor - y3 * y3), V, LANES)
+        return (
+            u0 * (factor - y0 * y0),
+            u1 * (factor - y1 * y1),
+            u2 * (factor - y2 * y2),
+            u3 * (factor - y3 * y3),
+        )
     else:
-        store_tile(pointer, start, u0 * factor, V, LANES)
-        store_tile(pointer, start + LANES, u1 * factor, V, LANES)
-        store_tile(pointer, start + 2 * LANES, u2 * factor, V, LANES)
-        store_tile(pointer, start + 3 * LANES, u3 * factor, V, LANES)
+        return u0 * factor, u1 * factor, u2 * factor, u3 * factor
 
 
 @triton.jit
@@ -220,15 +224,32 @@ def _gradient_row(
         for start in range(0, V, 4 * LANES):
             tiles = four_tiles_at(pointer, start, V, LANES, "evict_first")
             u0, u1, u2, u3 = four_powers_of(tiles, anchor, scale, shift, IS_EASY)
-            _store_four(out_pointer, start, u0, u1, u2, u3, b, factor, root, V, IS_SIG, LANES)
+            g0, g1, g2, g3 = gradients_of_four(u0, u1, u2, u3, b, factor, root, IS_SIG)
+            store_tile(out_pointer, start, g0, V, LANES)
+            store_tile(out_pointer, start + LANES, g1, V, LANES)
+            store_tile(out_pointer, start + 2 * LANES, g2, V, LANES)
+            store_tile(out_pointer, start + 3 * LANES, g3, V, LANES)
 
 
 @triton.jit
-def _largest(pointer, V, LANES: tl.constexpr):
-    largest = tl.full([LANES], -float("inf"), tl.float32)
+def largest(pointer, V, LANES: tl.constexpr):
+    highest = tl.full([LANES], -float("inf"), tl.float32)
     for start in range(0, V, LANES):
-        largest = tl.maximum(largest, forms.widened(tile_at(pointer, start, V, LANES, "evict_last")))
-    return tl.max(largest, 0)
+        highest = tl.maximum(highest, forms.widened(tile_at(pointer, start, V, LANES, "evict_last")))
+    return tl.max(highest, 0)
+
+
+@triton.jit
+def hard_sum(pointer, anchor, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """sum g / e^offset over any row, by the formulas that hold for all."""
+    a, b = bend_of(anchor, c, IS_SIG)
+    return _sum_row(pointer, anchor, alpha * forms.LOG2_E, 0.0, a, b, V, IS_SIG, False, LANES)
+
+
+@triton.jit
+def is_good_sum(total):
+    """Of terms that were not rounded too much; NaN is none."""
+    return (total >= SMALLEST_SUM) & (total <= LARGEST_SUM)
 
 
 @triton.jit
@@ -236,13 +257,13 @@ def _measured_row(pointer, anchor, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.
     """(sum g / e^offset, anchor); an anchor of -inf, all it has seen being masked, becomes 0."""
     anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
     scale = alpha * forms.LOG2_E
-    a, b = bend_of(anchor, c, IS_SIG)
     if is_easy_row(anchor, scale, c, IS_SIG):
         shift, residual = shift_of(anchor, scale)
         grown = tl.exp2(residual)
+        a, b = bend_of(anchor, c, IS_SIG)
         total = _sum_row(pointer, anchor, scale, shift, a, b * grown, V, IS_SIG, True, LANES) / grown
     else:
-        total = _sum_row(pointer, anchor, scale, 0.0, a, b, V, IS_SIG, False, LANES)
+        total = hard_sum(pointer, anchor, alpha, c, V, IS_SIG, LANES)
     return total, anchor
 
 
@@ -251,15 +272,15 @@ def measured(pointer, first, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.conste
     """(sum g / e^offset, anchor) of a row and its first tile."""
     anchor = tl.max(forms.widened(first), 0)
     total, anchor = _measured_row(pointer, anchor, alpha, c, V, IS_SIG, LANES)
-    if not ((total >= SMALLEST_SUM) & (total <= LARGEST_SUM)):
-        total, anchor = _measured_row(pointer, _largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
+    if not is_good_sum(total):
+        total, anchor = _measured_row(pointer, largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
     return total, anchor
 
 
 @triton.jit
 def measured_from_the_largest(pointer, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
     """The same relative to the largest logit, in one pass more: differences from it are rounded least."""
-    return _measured_row(pointer, _largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
+    return _measured_row(pointer, largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
 
 
 @triton.jit
@@ -303,6 +324,30 @@ def write_target(out_pointer, factor, anchor, by_target, y, z_y, has_target, alp
 
 
 @triton.jit
+def write_hard_gradient(
+    pointer,
+    out_pointer,
+    anchor,
+    by_normalizer,
+    by_target,
+    factor,
+    alpha,
+    c,
+    V,
+    IS_SIG: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Of any row, by the formulas that hold for all; 0 if it does not count, whatever its logits are."""
+    if (by_normalizer == 0) & (by_target == 0):
+        for start in range(0, V, LANES):
+            store_tile(out_pointer, start, tl.zeros([LANES], tl.float32), V, LANES)
+    else:
+        a, b = bend_of(anchor, c, IS_SIG)
+        scale = alpha * forms.LOG2_E
+        _gradient_row(pointer, out_pointer, anchor, scale, 0.0, a, b, factor, V, IS_SIG, False, LANES)
+
+
+@triton.jit
 def write_gradient(
     pointer,
     out_pointer,
@@ -324,22 +369,17 @@ def write_gradient(
     # 1 - y^2 has an absolute error of 6e-8, which a result of 16 bits does not show where it matters.
     IS_ROUGH: tl.constexpr = out_pointer.dtype.element_ty.primitive_bitwidth == 16
     scale = alpha * forms.LOG2_E
-    if (by_normalizer == 0) & (by_target == 0):
-        for start in range(0, V, LANES):
-            store_tile(out_pointer, start, tl.zeros([LANES], tl.float32), V, LANES)
-    else:
-        factor = by_normalizer / total * alpha
+    factor = by_normalizer / total * alpha
+    if is_easy_row(anchor, scale, c, IS_SIG) & (factor > 0) & (IS_ROUGH or not IS_SIG):
+        shift, residual = shift_of(anchor, scale)
+        grown = tl.exp2(residual)
         a, b = bend_of(anchor, c, IS_SIG)
-        if is_easy_row(anchor, scale, c, IS_SIG) & ((not IS_SIG) or (IS_ROUGH & (factor > 0))):
-            shift, residual = shift_of(anchor, scale)
-            grown = tl.exp2(residual)
-            _gradient_row(
-                pointer, out_pointer, anchor, scale, shift, a, b * grown, factor / grown, V, IS_SIG, True, LANES
-            )
-        else:
-            _gradient_row(pointer, out_pointer, anchor, scale, 0.0, a, b, factor, V, IS_SIG, False, LANES)
-        if HAS_INDEX:
-            write_target(out_pointer, factor, anchor, by_target, y, z_y, has_target, alpha, c, IS_SIG)
+        _gradient_row(pointer, out_pointer, anchor, scale, shift, a, b * grown, factor / grown, V, IS_SIG, True, LANES)
+    else:
+        write_hard_gradient(pointer, out_pointer, anchor, by_normalizer, by_target, factor, alpha, c, V, IS_SIG, LANES)
+    if HAS_INDEX:
+        counts = (by_normalizer != 0) | (by_target != 0)
+        write_target(out_pointer, factor, anchor, by_target, y, z_y, has_target & counts, alpha, c, IS_SIG)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton import fast, forms
+from sigsoftmax.backends.triton import fast, forms, stream
 
 GROUPS = tl.constexpr(16)
 """of programs that begin at the same time"""
@@ -85,13 +85,16 @@ def rows_kernel(
     STATS: tl.constexpr,
     GRADIENT: tl.constexpr,
     IS_EARLY: tl.constexpr,
+    IS_STREAM: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Measure rows, write their gradient, or both. ``out`` may be ``logits``.
+    """Measure rows, write their gradient, or both; only both as a stream. ``out`` may be ``logits``.
 
     Coefficients are read before the row, where early.
     """
     begin_late(stagger)
+    if IS_STREAM:
+        t0, t1, t2, t3 = stream.tiles_at(fast.row_at(logits, tl.program_id(0), logits_stride), LANES)
     for turn in range(tl.program_id(0), R, tl.num_programs(0)):
         # What only measures begins with the last rows: a product has just written them, and the cache may hold them.
         row = turn if GRADIENT else R - 1 - turn
@@ -102,7 +105,7 @@ def rows_kernel(
             y = tl.load(index + row // rows_of_target) - first_class
         if GRADIENT and IS_EARLY:
             by_n, by_s, z_scale = _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX, HAS_Z_SLOPE)
-        if STATS:
+        if STATS and not IS_STREAM:
             first = fast.first_tile(pointer, V, LANES)
         # A range of classes need not hold the target.
         has_target = (y >= 0) & (y < V)
@@ -113,7 +116,10 @@ def rows_kernel(
                 # No thread has stored its part of a gradient in place before all others have read the target's logit.
                 tl.debug_barrier()
         if STATS:
-            total, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
+            if IS_STREAM:
+                total, anchor, t0, t1, t2, t3 = stream.measured(t0, t1, t2, t3, pointer, alpha, c, V, IS_SIG, LANES)
+            else:
+                total, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
             offset = fast.row_offset(anchor, alpha, c, IS_SIG)
             normalizer = tl.log(total)
             tl.store(anchor_R + row, anchor)
@@ -132,20 +138,46 @@ def rows_kernel(
             if HAS_Z_SLOPE:
                 by_n += tl.where(z_scale == 0, 0.0, z_scale * (offset + normalizer))
             out_pointer = fast.row_at(out, row, out_stride)
-            fast.write_gradient(
-                pointer,
-                out_pointer,
-                total,
-                anchor,
-                by_n,
-                by_s,
-                y,
-                z_y,
-                has_target,
-                alpha,
-                c,
-                V,
-                IS_SIG,
-                HAS_INDEX,
-                LANES,
-            )
+            if IS_STREAM:
+                # After the last row of a program any will do: it is read and not used.
+                next_row = tl.minimum(row + tl.num_programs(0), R - 1)
+                t0, t1, t2, t3 = stream.write_gradient(
+                    t0,
+                    t1,
+                    t2,
+                    t3,
+                    pointer,
+                    fast.row_at(logits, next_row, logits_stride),
+                    out_pointer,
+                    total,
+                    anchor,
+                    by_n,
+                    by_s,
+                    y,
+                    z_y,
+                    has_target,
+                    alpha,
+                    c,
+                    V,
+                    IS_SIG,
+                    HAS_INDEX,
+                    LANES,
+                )
+            else:
+                fast.write_gradient(
+                    pointer,
+                    out_pointer,
+                    total,
+                    anchor,
+                    by_n,
+                    by_s,
+                    y,
+                    z_y,
+                    has_target,
+                    alpha,
+                    c,
+                    V,
+                    IS_SIG,
+                    HAS_INDEX,
+                    LANES,
+                )

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from sigsoftmax.backends import products, sources
 from sigsoftmax.backends.gradients import is_traced, keeps_graph, not_differentiable_again, times
 from sigsoftmax.backends.sources import LinearLogits
-from sigsoftmax.backends.triton import fast, fast_rows, smoothing
+from sigsoftmax.backends.triton import few_kernels, stream
 from sigsoftmax.backends.triton.fixed import fixed_values, is_sigsoftmax, is_softmax
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.scaling import Scaling
@@ -38,124 +36,6 @@ ALL_BYTES = 2**62
 """a budget for all logits at once"""
 CHECKED = {"debug": True, "sanitize_overflow": False}
 """Options of kernels that check targets: asserts, but not of every sum of integers."""
-
-
-@triton.jit
-def token_scale(target, N, ignore_index, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """What a token that is not ignored counts in the sum or the mean; inf where there is none."""
-    if IS_MEAN:
-        kept = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, N, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            kept += (tl.load(target + position, mask=position < N, other=ignore_index) != ignore_index).to(tl.int32)
-        return 1.0 / tl.sum(kept, 0).to(tl.float32)
-    else:
-        return tl.full((), 1.0, tl.float32)
-
-
-@triton.jit
-def add_up(shares, total, N, programs, BLOCK: tl.constexpr):
-    """The program that comes last of so many adds what all tokens have, always in the same order.
-
-    ``shares`` has a number more than tokens, which counts the programs that are done; it begins at 0.
-    """
-    # All threads have stored what they share before one of them says so.
-    tl.debug_barrier()
-    done = (shares + N).to(tl.pointer_type(tl.int32))
-    if tl.atomic_add(done, 1) == programs - 1:
-        sums = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, N, BLOCK):
-            position = start + tl.arange(0, BLOCK)
-            # Not from a cache of this multiprocessor: others have stored them.
-            sums += tl.load(shares + position, mask=position < N, other=0.0, cache_modifier=".cg")
-        tl.store(total, tl.sum(sums, 0).to(total.dtype.element_ty))
-
-
-@triton.jit
-def loss_kernel(
-    logits,
-    out,
-    target,
-    shares,
-    total,
-    N,
-    V,
-    classes,
-    alpha,
-    c,
-    ignore_index,
-    z_loss,
-    label_smoothing,
-    stagger,
-    IS_SIG: tl.constexpr,
-    IS_MEAN: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
-    IS_SMOOTH: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The sum or the mean of all losses, and its gradient.
-
-    Every program counts the targets of all tokens. The mean of no token is NaN. Rows of V logits may have masked ones
-    beyond the ``classes``.
-    """
-    scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
-    fast_rows.begin_late(stagger)
-    for row in range(tl.program_id(0), N, tl.num_programs(0)):
-        pointer = fast.row_at(logits, row, V)
-        y = tl.load(target + row)
-        first = fast.first_tile(pointer, V, LANES)
-        is_kept = y != ignore_index
-        tl.device_assert((not is_kept) | ((y >= 0) & (y < classes)), "target out of range; see SIGSOFTMAX_CHECK=1")
-        y = tl.where(is_kept, y, 0)
-        z_y = tl.load(pointer + y).to(tl.float32)
-        gaps = tl.full((), 0.0, tl.float32)
-        if IS_SMOOTH:
-            row_sum, anchor, gaps = smoothing.measured(pointer, first, alpha, c, V, classes, IS_SIG, LANES)
-        else:
-            row_sum, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
-        normalizer = tl.log(row_sum)
-        gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
-        if IS_SMOOTH:
-            gap = (1.0 - label_smoothing) * gap + label_smoothing / classes * gaps
-        loss = normalizer - gap
-        by_n = scale
-        if HAS_Z_LOSS:
-            log_sum = fast.row_offset(anchor, alpha, c, IS_SIG) + normalizer
-            loss += z_loss * log_sum * log_sum
-            by_n += 2.0 * z_loss * scale * log_sum
-        share = tl.where(is_kept, scale * loss, 0.0)
-        tl.store(shares + row, tl.where(scale == float("inf"), float("nan"), share))
-        out_pointer = fast.row_at(out, row, V)
-        if IS_SMOOTH:
-            by_s = -scale * (1.0 - label_smoothing)
-            by_class = -scale * label_smoothing / classes
-            smoothing.write_gradient(
-                pointer,
-                out_pointer,
-                row_sum,
-                anchor,
-                gaps,
-                by_n,
-                by_s,
-                by_class,
-                y,
-                z_y,
-                is_kept,
-                alpha,
-                c,
-                V,
-                classes,
-                IS_SIG,
-                LANES,
-            )
-        else:
-            by_n = tl.where(is_kept, by_n, 0.0)
-            by_s = tl.where(is_kept, -scale, 0.0)
-            fast.write_gradient(
-                pointer, out_pointer, row_sum, anchor, by_n, by_s, y, z_y, is_kept, alpha, c, V, IS_SIG, True, LANES
-            )
-    add_up(shares, total, N, tl.num_programs(0), BLOCK)
 
 
 class Plan(Protocol):
@@ -189,6 +69,8 @@ class FewTokens:
     """whether products take and give tensors as they are"""
     scale: Scaling
     launch: Launch
+    misaligned: Launch | None = None
+    """another one, for given logits that do not lie at an aligned address"""
 
     def compute(
         self, input: Tensor, weight_Vd: Tensor | None, bias_V: Tensor | None, target: Tensor
@@ -199,7 +81,10 @@ class FewTokens:
         needs_input, needs_weight, needs_bias = self.needs
         if weight_Vd is None:
             by_input = torch.empty_like(input)
-            self.launch(input, by_input, target, shares, total)
+            launch = self.launch
+            if self.misaligned is not None and input.data_ptr() % stream.ALIGNMENT:
+                launch = self.misaligned
+            launch(input, by_input, target, shares, total)
             return total, shares, by_input, None, None
         if not self.is_direct:
             source = LinearLogits(
@@ -325,15 +210,11 @@ def plan_of(
     programs = shape.per_processor * multiprocessors(input.device)
     if not 0 < tokens <= (_most_tokens(width * size, programs) if weight is None else MOST_TOKENS):
         return None
-    return FewTokens(
-        tokens=tokens,
-        needs=needed((input, weight, bias)),
-        dtype=dtype,
-        product_dtype=product_dtype,
-        is_direct=width == classes and all(t.dtype == product_dtype for t in present),
-        scale=scaling_of((input, weight, bias)),
-        launch=Launch(
-            loss_kernel,
+    is_stream = shape.is_stream and label_smoothing == 0 and stream.takes(width, width, size, shape.lanes)
+
+    def launch(is_stream: bool) -> Launch:
+        return Launch(
+            few_kernels.loss_kernel,
             min(tokens, programs),
             (
                 tokens,
@@ -351,10 +232,21 @@ def plan_of(
                 "IS_MEAN": is_mean,
                 "HAS_Z_LOSS": z_loss != 0,
                 "IS_SMOOTH": label_smoothing != 0,
+                "IS_STREAM": is_stream,
                 "LANES": shape.lanes,
                 "BLOCK": BLOCK if tokens <= MOST_TOKENS else MANY_BLOCK,
             },
             num_warps=shape.warps,
             **CHECKED,
-        ),
+        )
+
+    return FewTokens(
+        tokens=tokens,
+        needs=needed((input, weight, bias)),
+        dtype=dtype,
+        product_dtype=product_dtype,
+        is_direct=width == classes and all(t.dtype == product_dtype for t in present),
+        scale=scaling_of((input, weight, bias)),
+        launch=launch(is_stream),
+        misaligned=launch(False) if is_stream and weight is None else None,
     )

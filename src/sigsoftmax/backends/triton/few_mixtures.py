@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sigsoftmax.backends import products
 from sigsoftmax.backends.sources import LinearLogits
-from sigsoftmax.backends.triton import few, forms, mixtures, priors
+from sigsoftmax.backends.triton import few, few_kernels, forms, mixtures, priors
 from sigsoftmax.backends.triton.fixed import fixed_values
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.rows import TritonRows
@@ -62,7 +62,7 @@ def few_mixture_kernel(
     Targets, prior and shares are those of all N tokens, what was measured that of the chunk. The last of the
     ``programs`` of all chunks adds up the loss.
     """
-    scale = few.token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
+    scale = few_kernels.token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
     token = first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < last
     component = tl.arange(0, LANES)[None, :]
@@ -90,7 +90,7 @@ def few_mixture_kernel(
     if HAS_Z_LOSS:
         by_n += tl.where(is_kept[:, None], 2.0 * z_loss * log_sum * tl.exp(log_prior) * scale, 0.0)
     tl.store(by_normalizer + row, by_n, mask=inside)
-    few.add_up(shares, total, N, programs, BLOCK)
+    few_kernels.add_up(shares, total, N, programs, BLOCK)
 
 
 class Launches(NamedTuple):

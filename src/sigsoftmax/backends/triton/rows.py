@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
-from sigsoftmax.backends.triton import fast_rows, forms, general
+from sigsoftmax.backends.triton import fast_rows, forms, general, stream
 from sigsoftmax.backends.triton.fixed import is_sigsoftmax, is_softmax, value_of
 from sigsoftmax.backends.triton.launches import Launch, launch
 from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors, stagger
@@ -259,6 +259,11 @@ class TritonRows:
         size = logits_RV.element_size()
         shape = fast_shape(classes, size, self.is_sigsoftmax, measures=measure, writes=has_gradient)
         programs = min(rows, shape.per_processor * multiprocessors(self.device))
+        is_stream = (
+            shape.is_stream
+            and stream.takes(classes, logits_RV.stride(0), size, shape.lanes)
+            and logits_RV.data_ptr() % stream.ALIGNMENT == 0
+        )
         return Launch(
             fast_rows.rows_kernel,
             programs,
@@ -280,6 +285,7 @@ class TritonRows:
                 "STATS": measure,
                 "GRADIENT": has_gradient,
                 "IS_EARLY": shape.is_early,
+                "IS_STREAM": is_stream,
                 "LANES": shape.lanes,
             },
             num_warps=shape.warps,

@@ -1,0 +1,184 @@
+"""Rows as a stream of tiles, against the reference in float64. Tiles are small here, and so rows of many are not long.
+
+Shapes: N tokens, V classes, d features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.backends.triton.device import DEVICE
+from tests.tables import gradients
+from torch import Tensor
+
+import sigsoftmax
+from sigsoftmax.backends.triton import few, rows
+from sigsoftmax.backends.triton.launches import Launch
+from sigsoftmax.backends.triton.shapes import FastShape, fast_shape
+
+LANES = 128
+CLASSES = [4 * LANES, 4 * LANES + 8, 1000, 8 * LANES, 5000]
+"""one group of four tiles, one and a little, and several"""
+HEIGHTS = torch.tensor([0.0, 3.0, 5.0, -30.0, 15.0, 30.0, 900.0, -900.0])
+"""of rows: by the formulas for easy ones, below and above where these hold, and far from zero"""
+pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan", "planned")
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each launch was of a stream."""
+    found: list[bool] = []
+    original = Launch.__call__
+
+    def call(self: Launch, *tensors: Tensor) -> None:
+        if "IS_STREAM" in self.constants:
+            found.append(self.constants["IS_STREAM"])
+        original(self, *tensors)
+
+    monkeypatch.setattr(Launch, "__call__", call)
+
+    def shape(classes: int, element_bytes: int, is_sigsoftmax: bool, **launches: bool) -> FastShape:
+        return FastShape(LANES, 4, 1, is_stream=all(launches.values()))
+
+    for module in (few, rows):
+        monkeypatch.setattr(module, "fast_shape", shape)
+    return found
+
+
+def some_logits(classes: int, dtype: torch.dtype) -> Tensor:
+    """Of more rows than programs."""
+    logits = HEIGHTS[:, None] + 2.0 * torch.randn(len(HEIGHTS), classes)
+    logits = torch.cat([3.0 * torch.randn(3, classes), logits, 3.0 * torch.randn(5, classes)])
+    # Far above the first tile; within it; and a first tile of which nothing is known.
+    logits[-4, -1] = 60.0
+    logits[-3, 0] = 17.0
+    logits[-2, :LANES] = -torch.inf
+    return logits.to(dtype)
+
+
+def check(logits: Tensor, target: Tensor, tolerance: float, **options: Any) -> None:
+    leaf, exact = logits.to(DEVICE).requires_grad_(), logits.double().requires_grad_()
+    on_device = {name: v.to(DEVICE) if isinstance(v, Tensor) else v for name, v in options.items()}
+    loss = sigsoftmax.cross_entropy(leaf, target.to(DEVICE), **on_device, backend="triton")
+    expected = sigsoftmax.cross_entropy(exact, target, **options, backend="reference")
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=torch.finfo(loss.dtype).eps, atol=1e-5)
+    upstream = torch.rand_like(expected)
+    (found,), (right,) = gradients(loss, [leaf], upstream.to(loss)), gradients(expected, [exact], upstream)
+    least = float(torch.finfo(logits.dtype).smallest_normal)
+    assert ((found.cpu().double() - right).abs() <= tolerance * right.abs() + least + 1e-7).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("classes", CLASSES)
+@pytest.mark.parametrize("member", ["softmax(alpha=0.7)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
+def test_every_class(member: str, classes: int, dtype: torch.dtype, launched: list[bool]) -> None:
+    logits = some_logits(classes, dtype)
+    y = torch.randint(classes, logits.shape[:1])
+    check(logits, y, 1.5 * torch.finfo(dtype).eps, function=member, reduction="sum")
+    assert launched == [True]
+
+
+@every_dtype
+@pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
+@pytest.mark.parametrize("z_loss", [0.0, 0.2])
+def test_rows_that_do_not_count(z_loss: float, function: str, dtype: torch.dtype, launched: list[bool]) -> None:
+    """A large z-loss makes the gradient of rows far below zero negative."""
+    logits = some_logits(1000, dtype)
+    y = torch.randint(1000, logits.shape[:1])
+    y[::3] = -100
+    logits[3] = torch.nan
+    logits[6, :5] = torch.inf
+    finite = logits.clone()
+    finite[[3, 6]] = 0.0
+    leaf, exact = logits.to(DEVICE).requires_grad_(), finite.double().requires_grad_()
+    options: dict[str, Any] = {"function": function, "z_loss": z_loss}
+    loss = sigsoftmax.cross_entropy(leaf, y.to(DEVICE), **options, backend="triton")
+    expected = sigsoftmax.cross_entropy(exact, y, **options, backend="reference")
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    (found,), (right,) = gradients(loss, [leaf]), gradients(expected, [exact])
+    assert not found[::3].any()
+    torch.testing.assert_close(found.cpu().double(), right, rtol=1.5 * torch.finfo(dtype).eps, atol=1e-6)
+    assert launched == [True]
+
+
+@every_dtype
+@pytest.mark.parametrize("classes", CLASSES)
+@pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
+def test_losses_without_a_plan(function: str, classes: int, dtype: torch.dtype, launched: list[bool]) -> None:
+    logits = some_logits(classes, dtype)
+    y = torch.randint(classes, logits.shape[:1])
+    y[1] = -100
+    weights = torch.rand(len(logits))
+    weights[::4] = 0.0
+    check(logits, y, 2.0 * torch.finfo(dtype).eps, function=function, token_weights=weights, reduction="sum")
+    assert launched == [True]
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
+def test_gradients_in_place(function: str, launched: list[bool]) -> None:
+    """A slab of logits becomes its gradient."""
+    hidden, weight, y = torch.randn(11, 8), torch.randn(1024, 8), torch.randint(1024, (11,))
+    found: dict[str, list[Tensor]] = {}
+    for backend in ("triton", "reference"):
+        place = DEVICE if backend == "triton" else "cpu"
+        dtype = torch.bfloat16 if backend == "triton" else torch.float64
+        leaves = [t.bfloat16().to(place, dtype).requires_grad_() for t in (hidden, weight)]
+        loss = sigsoftmax.linear_cross_entropy(*leaves, y.to(place), function=function, backend=backend)
+        found[backend] = [g.cpu().double() for g in gradients(loss, leaves)]
+    for a, b in zip(found["triton"], found["reference"], strict=True):
+        assert (a - b).norm() <= 0.01 * b.norm()
+    assert launched == [True]
+
+
+@every_dtype
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_logits_at_a_misaligned_address(has_plan: bool, dtype: torch.dtype, launched: list[bool]) -> None:
+    memory = torch.randn(6 * 1000 + 4).to(DEVICE, dtype)
+    y = torch.randint(1000, (6,), device=DEVICE)
+    options = {} if has_plan else {"token_weights": torch.rand(6, device=DEVICE), "reduction": "sum"}
+    results = []
+    for begin in (4, 0, 4):
+        if not begin:
+            memory = memory.roll(-4)
+        leaf = memory[begin : begin + 6000].view(6, 1000).requires_grad_()
+        loss = sigsoftmax.cross_entropy(leaf, y, function="sigsoftmax", backend="triton", **options)
+        results.append((loss.detach(), *gradients(loss, [leaf])))
+        if not begin:
+            memory = memory.roll(4)
+    assert launched == [False, True, False]
+    for loss, gradient in results[1:]:
+        torch.testing.assert_close(loss, results[0][0])
+        torch.testing.assert_close(gradient, results[0][1], rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("classes", "dtype", "options"),
+    [
+        (1001, torch.bfloat16, {}),
+        (1004, torch.bfloat16, {}),
+        (4 * LANES - 8, torch.bfloat16, {}),
+        (1000, torch.float32, {}),
+        (1000, torch.bfloat16, {"label_smoothing": 0.1}),
+    ],
+)
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_other_rows_are_no_stream(
+    has_plan: bool, classes: int, dtype: torch.dtype, options: dict[str, Any], launched: list[bool]
+) -> None:
+    if options and not has_plan:
+        pytest.skip("label smoothing without a plan has a kernel of its own")
+    logits = torch.randn(9, classes).to(dtype)
+    if not has_plan:
+        options = {"token_weights": torch.rand(9), "reduction": "sum"}
+    check(logits, torch.randint(classes, (9,)), 0.02, function="sigsoftmax", **options)
+    assert launched == [False]
+
+
+def test_long_rows_that_are_measured_and_written_are_a_stream() -> None:
+    assert fast_shape(128_256, 2, True).is_stream
+    assert not fast_shape(128_256, 2, True, writes=False).is_stream
+    assert not fast_shape(128_256, 2, False, measures=False).is_stream
+    assert not fast_shape(32_000, 2, True).is_stream
