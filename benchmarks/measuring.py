@@ -268,7 +268,7 @@ def number_text(value: float | None) -> str:
 
 
 def milliseconds_text(milliseconds: float) -> str:
-    return f"{milliseconds:.3g}" if milliseconds < 1 else f"{milliseconds:,.1f}"
+    return f"{milliseconds:.3g}" if milliseconds < 1 else f"{milliseconds:,.{2 if milliseconds < 10 else 1}f}"
 
 
 def mib_text(mib: float | None) -> str:
