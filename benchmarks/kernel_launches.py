@@ -80,7 +80,7 @@ def recorded() -> Iterator[list[Launch]]:
             scaling.scale_in_place(gradients, factor)
             return list(gradients)
 
-        for owner in (token_loss, importlib.import_module(f"{kernels.__name__}.few")):
+        for owner in (token_loss, importlib.import_module(f"{kernels.__name__}.plans")):
             stack.enter_context(mock.patch.object(owner, "times", times))
         # Plans hold kernels that are not recorded here.
         stack.enter_context(mock.patch.dict(known_calls._known, clear=True))

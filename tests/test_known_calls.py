@@ -13,7 +13,7 @@ from sigsoftmax import OutputFunction, known_calls, validation
 from sigsoftmax.backends import dispatch
 from sigsoftmax.known_calls import key_of, learn, loss_of
 
-few = pytest.importorskip("sigsoftmax.backends.triton.few", reason="the package triton is not installed")
+plans = pytest.importorskip("sigsoftmax.backends.triton.plans", reason="the package triton is not installed")
 OPTIONS = ("sigsoftmax", "mean", -100)
 DECISION = dispatch.Decision("triton", "a test")
 

@@ -18,7 +18,7 @@ from sigsoftmax.backends import dispatch
 from sigsoftmax.family import OutputFunction
 
 if TYPE_CHECKING:
-    from sigsoftmax.backends.triton.few import Plan
+    from sigsoftmax.backends.triton.plans import Plan
 
 MOST_KNOWN = 1024
 Key = tuple[Any, ...]
@@ -70,10 +70,10 @@ def loss_of(key: Key, tensors: Sequence[Tensor | None]) -> Tensor | None:
     plan, decision = _known.get(key, (None, None))
     if plan is None or decision is None:
         return None
-    from sigsoftmax.backends.triton import few
+    from sigsoftmax.backends.triton import plans
 
     dispatch.recall(decision)
-    return few.loss_by(plan, *tensors)
+    return plans.loss_by(plan, *tensors)
 
 
 def learn(

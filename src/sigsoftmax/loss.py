@@ -21,7 +21,7 @@ from sigsoftmax.border import Function, check_floating, check_nonnegative, check
 from sigsoftmax.family import OutputFunction
 
 if TYPE_CHECKING:
-    from sigsoftmax.backends.triton.few import Plan
+    from sigsoftmax.backends.triton.plans import Plan
 
 Reduction = Literal["none", "mean", "sum"]
 WeightGradient = Literal["auto", "fast", "buffered", "exact"]
@@ -137,9 +137,9 @@ class Loss:
         """How this loss and those like it are computed by one kernel, where that is the way."""
         if not self._may_be_planned(input, linear_weight, linear_bias, target):
             return None
-        from sigsoftmax.backends.triton import few
+        from sigsoftmax.backends.triton import plans
 
-        return few.plan_of(
+        return plans.plan_of(
             self.member.form,
             self.arguments,
             input,
@@ -161,9 +161,9 @@ class Loss:
     ) -> Plan | None:
         if not (prior.is_fixed and self._may_be_planned(input, prior_logits, linear_weight, linear_bias, target)):
             return None
-        from sigsoftmax.backends.triton import few_mixtures
+        from sigsoftmax.backends.triton import mixture_plans
 
-        return few_mixtures.plan_of(
+        return mixture_plans.plan_of(
             self.member.form,
             self.arguments,
             prior.form,

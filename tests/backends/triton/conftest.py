@@ -3,7 +3,7 @@
 Triton has an interpreter that runs kernels on CPU tensors. It is chosen when kernels are defined, for a whole process,
 by TRITON_INTERPRET=1, while the tests around these want kernels that compile. So there are two kinds of files here:
 
-* ``test_rows``, ``test_columns``, ``test_losses``, ``test_few``, ``test_smoothing``, ``test_stream`` and
+* ``test_rows``, ``test_columns``, ``test_losses``, ``test_plans``, ``test_smoothing``, ``test_stream`` and
   ``test_sharded`` run kernels. On a machine with a GPU they run on it. Elsewhere they skip themselves, and
   ``test_interpreted`` runs each of them in a process of its own that has the variable set;
 * ``test_compile`` needs no GPU, ``test_gpu`` needs one.
@@ -23,7 +23,7 @@ from torch import Tensor
 from sigsoftmax import known_calls, validation
 
 if TYPE_CHECKING:
-    from sigsoftmax.backends.triton.few import Plan
+    from sigsoftmax.backends.triton.plans import Plan
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
@@ -61,16 +61,16 @@ def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """The plans by which losses were computed; none is known before."""
-    from sigsoftmax.backends.triton import few
+    from sigsoftmax.backends.triton import plans
 
-    plans: list[Plan] = []
-    original = few.loss_by
+    used: list[Plan] = []
+    original = plans.loss_by
 
     def loss_by(plan: Plan, *tensors: Tensor | None) -> Tensor:
-        plans.append(plan)
+        used.append(plan)
         return original(plan, *tensors)
 
-    monkeypatch.setattr(few, "loss_by", loss_by)
+    monkeypatch.setattr(plans, "loss_by", loss_by)
     monkeypatch.setattr(known_calls, "_known", {})
     monkeypatch.setattr(validation, "wants_messages", lambda device: False)
-    return plans
+    return used

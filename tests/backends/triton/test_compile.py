@@ -243,7 +243,7 @@ def test_the_kernels_of_a_mixture(is_weighted: bool, launches: list[Launch], tmp
 def test_the_kernel_of_few_tokens(
     z_loss: float, smoothing: float, classes: int, function: str, launches: list[Launch], tmp_path: Path
 ) -> None:
-    from sigsoftmax.backends.triton import few
+    from sigsoftmax.backends.triton import plans
 
     member = OutputFunction(function)
     hidden = torch.empty(1400, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -252,7 +252,7 @@ def test_the_kernel_of_few_tokens(
     options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": z_loss, "chunk_bytes": 2**30}
     options |= {"dtype": torch.bfloat16, "product_dtype": torch.bfloat16}
     options["label_smoothing"] = smoothing
-    plan = few.plan_of(member.form, member.arguments(), hidden, weight, None, target, **options)
+    plan = plans.plan_of(member.form, member.arguments(), hidden, weight, None, target, **options)
     assert plan is not None
     plan.compute(hidden.detach(), weight, None, target)
     (launch,) = launches
@@ -263,14 +263,14 @@ def test_the_kernel_of_few_tokens(
 
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
 def test_the_kernel_of_many_given_logits(function: str, launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.triton import few
+    from sigsoftmax.backends.triton import plans
 
     member = OutputFunction(function)
     logits = torch.empty(8192, 128_256, dtype=torch.bfloat16, device="meta", requires_grad=True)
     target = torch.empty(8192, dtype=torch.int64, device="meta")
     options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": 0.0, "chunk_bytes": 1}
     options |= {"dtype": torch.bfloat16, "product_dtype": torch.bfloat16}
-    plan = few.plan_of(member.form, member.arguments(), logits, None, None, target, **options)
+    plan = plans.plan_of(member.form, member.arguments(), logits, None, None, target, **options)
     assert plan is not None
     plan.compute(logits.detach(), None, None, target)
     (launch,) = launches
@@ -278,7 +278,7 @@ def test_the_kernel_of_many_given_logits(function: str, launches: list[Launch], 
 
 
 def test_the_kernels_of_a_mixture_over_few_tokens(launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.triton import few_mixtures
+    from sigsoftmax.backends.triton import mixture_plans
 
     member = OutputFunction("sigsoftmax")
     tensors = [
@@ -290,11 +290,11 @@ def test_the_kernels_of_a_mixture_over_few_tokens(launches: list[Launch], tmp_pa
     options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": 0.1, "floor": 1e-8}
     memory: dict[str, Any] = {"chunk_bytes": 2**20, "weight_gradient": "buffered"}
     memory |= {"dtype": torch.bfloat16, "product_dtype": torch.bfloat16}
-    plan = few_mixtures.plan_of(*function, *function, *tensors, target, **options, **memory)
+    plan = mixture_plans.plan_of(*function, *function, *tensors, target, **options, **memory)
     assert plan is not None
     plan.compute(*(tensor.detach() for tensor in tensors), target)
     names = [launch.kernel.__name__ for launch in launches]
-    assert names == ["rows_kernel", "few_mixture_kernel", "rows_kernel"] * 2
+    assert names == ["rows_kernel", "planned_mixture_kernel", "rows_kernel"] * 2
     for launch in launches:
         assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
 

@@ -36,7 +36,7 @@ def interpreter_is_broken() -> bool:
     [
         "test_rows.py",
         "test_losses.py",
-        "test_few.py",
+        "test_plans.py",
         "test_smoothing.py",
         "test_stream.py",
         "test_columns.py",

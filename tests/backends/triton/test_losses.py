@@ -20,7 +20,7 @@ from torch import Tensor
 import sigsoftmax
 from sigsoftmax import OutputFunction, known_calls, validation
 from sigsoftmax.backends import reference, sources
-from sigsoftmax.backends.triton import few, fixed, priors
+from sigsoftmax.backends.triton import fixed, plans, priors
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
@@ -85,8 +85,8 @@ def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(validation, "wants_messages", lambda device: request.param == "messages")
     monkeypatch.setattr(known_calls, "_known", {})
     if request.param == "few launches":
-        monkeypatch.setattr(few, "MOST_TOKENS", 0)
-        monkeypatch.setattr(few, "MANY_TOKENS", 0)
+        monkeypatch.setattr(plans, "MOST_TOKENS", 0)
+        monkeypatch.setattr(plans, "MANY_TOKENS", 0)
 
 
 @pytest.fixture(params=[1, 16], ids=["", "aligned"])

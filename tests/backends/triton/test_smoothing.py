@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from tests.backends.triton.device import DEVICE
-from tests.backends.triton.test_few import D, N, V, every_dtype, target
 from tests.backends.triton.test_losses import check, cross_entropy, linear
+from tests.backends.triton.test_plans import D, N, V, every_dtype, target
 from tests.tables import gradients
 from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
 from sigsoftmax.backends import sources
-from sigsoftmax.backends.triton import few
+from sigsoftmax.backends.triton import plans
 
 SMOOTH: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing": 0.1},
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan", "planned")
 @every_dtype
 @pytest.mark.parametrize("options", SMOOTH.values(), ids=SMOOTH)
 @pytest.mark.parametrize("member", ["softmax(alpha=1.5)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
-def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planned: list[few.Plan]) -> None:
+def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planned: list[plans.Plan]) -> None:
     def loss(logits: Tensor, function: OutputFunction, **options: Any) -> Any:
         return cross_entropy(logits, function=member, **options)
 
@@ -42,7 +42,7 @@ def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planne
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("classes", [V, V + 1])
 def test_products_with_smoothing(
-    classes: int, alignment: int, dtype: torch.dtype, planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch
+    classes: int, alignment: int, dtype: torch.dtype, planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masked logits that fill up a row are no classes."""
     monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
@@ -54,7 +54,7 @@ def test_products_with_smoothing(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("classes", [512, 1000, 5000])
 @pytest.mark.parametrize("member", ["softmax(alpha=0.7)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
-def test_smoothing_of_every_class(member: str, classes: int, dtype: torch.dtype, planned: list[few.Plan]) -> None:
+def test_smoothing_of_every_class(member: str, classes: int, dtype: torch.dtype, planned: list[plans.Plan]) -> None:
     """Class by class, for rows that go all ways there are: peaks, far below the bend, high above it, far from zero."""
     heights = torch.tensor([0.0, 5.0, -30.0, 15.0, 30.0, 900.0, -900.0])[:, None]
     logits = heights + 2.0 * torch.randn(len(heights), classes)
@@ -81,7 +81,7 @@ def test_smoothing_of_every_class(member: str, classes: int, dtype: torch.dtype,
 
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_smoothing_over_a_masked_class(dtype: torch.dtype, function: str, planned: list[few.Plan]) -> None:
+def test_smoothing_over_a_masked_class(dtype: torch.dtype, function: str, planned: list[plans.Plan]) -> None:
     logits = torch.randn(N, V).to(dtype)
     tolerance = {"rtol": 1e-5 if dtype == torch.float32 else 0.01, "atol": 1e-6}
     logits[2, 5] = -torch.inf

@@ -14,7 +14,7 @@ from tests.tables import gradients
 from torch import Tensor
 
 import sigsoftmax
-from sigsoftmax.backends.triton import few, rows
+from sigsoftmax.backends.triton import plans, rows
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.shapes import FastShape, fast_shape
 
@@ -43,7 +43,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     def shape(classes: int, element_bytes: int, is_sigsoftmax: bool, **launches: bool) -> FastShape:
         return FastShape(LANES, 4, 1, is_stream=all(launches.values()))
 
-    for module in (few, rows):
+    for module in (plans, rows):
         monkeypatch.setattr(module, "fast_shape", shape)
     return found
 

@@ -1,4 +1,4 @@
-"""The loss of a mixture over few tokens, as ``few`` for one component; the prior is computed with it.
+"""The loss of a mixture over few tokens, as ``plans`` has it for one component; the prior is computed with it.
 
 Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tokens of a chunk.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sigsoftmax.backends import products
 from sigsoftmax.backends.sources import LinearLogits
-from sigsoftmax.backends.triton import few, few_kernels, forms, mixtures, priors
+from sigsoftmax.backends.triton import forms, mixtures, plan_kernels, plans, priors
 from sigsoftmax.backends.triton.fixed import fixed_values
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.rows import TritonRows
@@ -26,7 +26,7 @@ from sigsoftmax.forms import Form
 
 
 @triton.jit
-def few_mixture_kernel(
+def planned_mixture_kernel(
     target,
     prior_logits,
     offset,
@@ -62,7 +62,7 @@ def few_mixture_kernel(
     Targets, prior and shares are those of all N tokens, what was measured that of the chunk. The last of the
     ``programs`` of all chunks adds up the loss.
     """
-    scale = few_kernels.token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
+    scale = plan_kernels.token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
     token = first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < last
     component = tl.arange(0, LANES)[None, :]
@@ -90,7 +90,7 @@ def few_mixture_kernel(
     if HAS_Z_LOSS:
         by_n += tl.where(is_kept[:, None], 2.0 * z_loss * log_sum * tl.exp(log_prior) * scale, 0.0)
     tl.store(by_normalizer + row, by_n, mask=inside)
-    few_kernels.add_up(shares, total, N, programs, BLOCK)
+    plan_kernels.add_up(shares, total, N, programs, BLOCK)
 
 
 class Launches(NamedTuple):
@@ -102,7 +102,7 @@ class Launches(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class FewMixture:
+class MixturePlan:
     """A plan for tensors of these sizes."""
 
     launches: Sequence[Launches]
@@ -180,7 +180,7 @@ def plan_of(
     product_dtype: torch.dtype,
     chunk_bytes: int,
     weight_gradient: str,
-) -> FewMixture | None:
+) -> MixturePlan | None:
     """How to compute the loss of few tokens; None where that is not the way."""
     prior_values = fixed_values(prior_arguments)
     tokens, components, classes = target.numel(), input.shape[-2], weight.shape[0]
@@ -189,10 +189,10 @@ def plan_of(
         prior_values is None
         or prior_form.name not in forms.CODES
         or components > priors.MOST_COMPONENTS
-        or not 0 < tokens <= few.MOST_TOKENS
-        or not few.has_kernels(form, arguments)
-        or not few.is_simple([*present, target])
-        or not any(few.needed(present))
+        or not 0 < tokens <= plans.MOST_TOKENS
+        or not plans.has_kernels(form, arguments)
+        or not plans.is_simple([*present, target])
+        or not any(plans.needed(present))
         or target.dtype != torch.int64
     ):
         return None
@@ -221,7 +221,7 @@ def plan_of(
         logits_RV = torch.empty((last - first) * components, width, dtype=product_dtype, device="meta")
         rows = functools.partial(routines.fast_launch, logits_RV, logits_RV, has_index=True, has_z_slope=False)
         mix = Launch(
-            few_mixture_kernel,
+            planned_mixture_kernel,
             programs_of_chunk,
             (
                 *(first, last, tokens, components, classes, sum(programs)),
@@ -234,20 +234,20 @@ def plan_of(
                 "HAS_Z_LOSS": z_loss != 0,
                 "TOKENS": tokens_of_program,
                 "LANES": lanes,
-                "BLOCK": few.BLOCK,
+                "BLOCK": plans.BLOCK,
             },
             num_warps=4,
-            **few.CHECKED,
+            **plans.CHECKED,
         )
         measure, backpropagate = rows(measure=True, has_gradient=False), rows(measure=False, has_gradient=True)
         return Launches(measure, mix, backpropagate)
 
-    return FewMixture(
+    return MixturePlan(
         launches=[launches(*span, count) for span, count in zip(spans, programs, strict=True)],
         dtype=dtype,
         product_dtype=product_dtype,
         chunk_bytes=chunk_bytes,
         weight_gradient=weight_gradient,
-        needs=few.needed((input, prior_logits, weight, bias)),
-        scale=few.scaling_of((input, prior_logits, weight, bias)),
+        needs=plans.needed((input, prior_logits, weight, bias)),
+        scale=plans.scaling_of((input, prior_logits, weight, bias)),
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 import sigsoftmax
 from sigsoftmax import OutputFunction
 from sigsoftmax.backends import sources
-from sigsoftmax.backends.triton import few
+from sigsoftmax.backends.triton import plans
 
 N, K, V, D = 7, 3, 48, 5
 """V is a multiple of what rows are aligned to."""
@@ -46,7 +46,7 @@ def target() -> Tensor:
 @every_dtype
 @every_option
 @pytest.mark.parametrize("member", ["softmax(alpha=1.5)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
-def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planned: list[few.Plan]) -> None:
+def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planned: list[plans.Plan]) -> None:
     y = target()
     if "ignore_index" in options:
         y[y == -100] = 3
@@ -61,7 +61,7 @@ def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planne
 @every_dtype
 @pytest.mark.parametrize("scale", [1.0, 40.0])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_products(has_bias: bool, scale: float, dtype: torch.dtype, planned: list[few.Plan]) -> None:
+def test_products(has_bias: bool, scale: float, dtype: torch.dtype, planned: list[plans.Plan]) -> None:
     inputs = [scale * torch.randn(N, D), torch.randn(V, D), torch.randn(V)]
     if has_bias:
         check(linear, inputs, dtype, target=target(), z_loss=0.01)
@@ -73,7 +73,7 @@ def test_products(has_bias: bool, scale: float, dtype: torch.dtype, planned: lis
 @every_dtype
 @every_option
 @pytest.mark.parametrize("chunk_tokens", [N, 3, 1])
-def test_mixtures(chunk_tokens: int, options: dict[str, Any], dtype: torch.dtype, planned: list[few.Plan]) -> None:
+def test_mixtures(chunk_tokens: int, options: dict[str, Any], dtype: torch.dtype, planned: list[plans.Plan]) -> None:
     y = target()
     if "ignore_index" in options:
         y[y == -100] = 3
@@ -93,7 +93,7 @@ def test_mixtures(chunk_tokens: int, options: dict[str, Any], dtype: torch.dtype
 
 @pytest.mark.parametrize("options", [{"floor": 1e-3}, {"weight_gradient": "fast"}], ids=["floor", "fast"])
 @pytest.mark.parametrize("prior", ["softmax", "gss(k=0.3)", "relu"])
-def test_mixtures_with_other_priors(prior: str, options: dict[str, Any], planned: list[few.Plan]) -> None:
+def test_mixtures_with_other_priors(prior: str, options: dict[str, Any], planned: list[plans.Plan]) -> None:
     inputs = [torch.randn(N, K, D), 2.0 * torch.randn(N, K), torch.randn(V, D), torch.randn(V)]
     check(mixture, inputs, torch.float32, target=target(), prior_function=prior, **options)
     assert len(planned) == 1
@@ -102,7 +102,7 @@ def test_mixtures_with_other_priors(prior: str, options: dict[str, Any], planned
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_any_number_of_classes(
-    has_bias: bool, alignment: int, planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch
+    has_bias: bool, alignment: int, planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where rows are aligned there is room after the last class."""
     monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
@@ -122,7 +122,7 @@ HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 
 
 @pytest.mark.parametrize("is_autocast", [True, False])
-def test_weights_of_another_dtype(is_autocast: bool, planned: list[few.Plan]) -> None:
+def test_weights_of_another_dtype(is_autocast: bool, planned: list[plans.Plan]) -> None:
     """Their gradients are theirs, and so is the loss under autocast."""
     hidden = torch.randn(N, K, D).to(HALF).to(DEVICE, torch.float32 if is_autocast else HALF).requires_grad_()
     prior, weight, bias = leaves(N, K), leaves(V, D), leaves(V)
@@ -144,7 +144,7 @@ def test_weights_of_another_dtype(is_autocast: bool, planned: list[few.Plan]) ->
     assert len(planned) == 2
 
 
-def test_masks_and_rows_that_do_not_count(planned: list[few.Plan]) -> None:
+def test_masks_and_rows_that_do_not_count(planned: list[plans.Plan]) -> None:
     logits = torch.randn(N, V)
     logits[:, 5:9] = LEAST
     logits[0] = torch.nan
@@ -157,7 +157,7 @@ def test_masks_and_rows_that_do_not_count(planned: list[few.Plan]) -> None:
 
 
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_a_single_token(alignment: int, planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_token(alignment: int, planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, or left for the last chunk; one row is contiguous, whatever comes after it."""
     monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
     odd = V - 11
@@ -175,20 +175,20 @@ def test_a_single_token(alignment: int, planned: list[few.Plan], monkeypatch: py
 
 
 @pytest.mark.parametrize("features", [0, 1])
-def test_features_that_are_few_or_none(features: int, planned: list[few.Plan]) -> None:
+def test_features_that_are_few_or_none(features: int, planned: list[plans.Plan]) -> None:
     inputs = [torch.randn(N, K, features), torch.randn(N, K), torch.randn(V, features), torch.randn(V)]
     check(mixture, inputs, torch.float32, target=target())
     assert len(planned) == 1
 
 
-def test_a_prior_of_the_users_own(planned: list[few.Plan]) -> None:
+def test_a_prior_of_the_users_own(planned: list[plans.Plan]) -> None:
     sigsoftmax.register_function("cubic_prior", lambda z: z + z**3)
     inputs = [torch.randn(N, K, D), torch.randn(N, K), torch.randn(V, D), torch.randn(V)]
     check(mixture, inputs, torch.float32, target=target(), prior_function="cubic_prior")
     assert not planned
 
 
-def test_leading_dimensions(planned: list[few.Plan]) -> None:
+def test_leading_dimensions(planned: list[plans.Plan]) -> None:
     def loss(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
         shaped = hidden.view(7, 1, D)
         return sigsoftmax.linear_cross_entropy(shaped, weight, target.view(7, 1), **options)
@@ -198,7 +198,7 @@ def test_leading_dimensions(planned: list[few.Plan]) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_no_token_counts(reduction: str, planned: list[few.Plan]) -> None:
+def test_no_token_counts(reduction: str, planned: list[plans.Plan]) -> None:
     hidden, prior, weight = leaves(N, K, D), leaves(N, K), leaves(V, D)
     y = torch.full((N,), -100, device=DEVICE)
     options: dict[str, Any] = {"function": "sigsoftmax", "reduction": reduction, **TRITON}
@@ -221,7 +221,7 @@ def leaves(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype).requires_grad_()
 
 
-def test_a_known_call_gives_the_same_bits_and_says_who_computed_it(planned: list[few.Plan]) -> None:
+def test_a_known_call_gives_the_same_bits_and_says_who_computed_it(planned: list[plans.Plan]) -> None:
     hidden, weight, y = leaves(N, D), leaves(V, D), target().to(DEVICE)
 
     def results() -> list[Tensor]:
@@ -239,7 +239,7 @@ def test_a_known_call_gives_the_same_bits_and_says_who_computed_it(planned: list
     assert planned[0] is planned[1]
 
 
-def test_gradients_are_scaled_and_kept(planned: list[few.Plan]) -> None:
+def test_gradients_are_scaled_and_kept(planned: list[plans.Plan]) -> None:
     inputs = [leaves(N, K, D), leaves(N, K), leaves(V, D)]
     loss = sigsoftmax.mixture_cross_entropy(*inputs, target().to(DEVICE), function="sigsoftmax", **TRITON)
     first = torch.autograd.grad(loss, inputs, retain_graph=True)
@@ -251,7 +251,7 @@ def test_gradients_are_scaled_and_kept(planned: list[few.Plan]) -> None:
     assert planned
 
 
-def test_a_loss_that_its_owner_changes(planned: list[few.Plan]) -> None:
+def test_a_loss_that_its_owner_changes(planned: list[plans.Plan]) -> None:
     logits = leaves(N, V)
     loss = sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="sigsoftmax", **TRITON)
     (expected,) = torch.autograd.grad(loss, [logits], retain_graph=True)
@@ -262,7 +262,7 @@ def test_a_loss_that_its_owner_changes(planned: list[few.Plan]) -> None:
     assert planned
 
 
-def test_numbers_in_tensors_are_read_anew(planned: list[few.Plan]) -> None:
+def test_numbers_in_tensors_are_read_anew(planned: list[plans.Plan]) -> None:
     logits, y, z_loss = leaves(N, V), target().to(DEVICE), torch.tensor(0.1)
 
     def loss() -> float:
@@ -275,7 +275,7 @@ def test_numbers_in_tensors_are_read_anew(planned: list[few.Plan]) -> None:
 
 
 @pytest.mark.parametrize("wanted", range(4))
-def test_gradients_that_are_not_wanted(wanted: int, planned: list[few.Plan]) -> None:
+def test_gradients_that_are_not_wanted(wanted: int, planned: list[plans.Plan]) -> None:
     inputs = [leaves(N, K, D), leaves(N, K), leaves(V, D), leaves(V)]
     y = target().to(DEVICE)
 
@@ -292,7 +292,7 @@ def test_gradients_that_are_not_wanted(wanted: int, planned: list[few.Plan]) -> 
     assert len(planned) == 2
 
 
-def test_there_is_no_second_derivative(planned: list[few.Plan]) -> None:
+def test_there_is_no_second_derivative(planned: list[plans.Plan]) -> None:
     logits = leaves(N, V)
     loss = sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="sigsoftmax", **TRITON)
     (by_logits,) = torch.autograd.grad(loss, [logits], create_graph=True)
@@ -329,7 +329,7 @@ OTHERS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
-def test_other_calls_are_not_planned(change: Change, planned: list[few.Plan]) -> None:
+def test_other_calls_are_not_planned(change: Change, planned: list[plans.Plan]) -> None:
     call: dict[str, Any] = {
         "input": leaves(N, D),
         "linear_weight": leaves(V, D),
@@ -348,8 +348,10 @@ def test_other_calls_are_not_planned(change: Change, planned: list[few.Plan]) ->
     assert len(planned) == 1
 
 
-def test_many_tokens_with_short_rows_are_not_planned(planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few, "MOST_TOKENS", N - 1)
+def test_many_tokens_with_short_rows_are_not_planned(
+    planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "MOST_TOKENS", N - 1)
     logits, hidden, weight, y = leaves(N, V), leaves(N, D), leaves(V, D), target().to(DEVICE)
     for _ in range(2):
         loss = sigsoftmax.cross_entropy(logits, y, function="softmax", **TRITON)
@@ -362,11 +364,11 @@ def test_many_tokens_with_short_rows_are_not_planned(planned: list[few.Plan], mo
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("member", ["softmax", "sigsoftmax"])
 def test_many_tokens_with_long_rows(
-    member: str, reduction: str, planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch
+    member: str, reduction: str, planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few, "MOST_TOKENS", N - 1)
+    monkeypatch.setattr(plans, "MOST_TOKENS", N - 1)
     # More tokens than a block has, the last of them not full.
-    monkeypatch.setattr(few, "MANY_BLOCK", 8)
+    monkeypatch.setattr(plans, "MANY_BLOCK", 8)
     classes = 33_001 if IS_INTERPRETED else 133_001
     y = torch.randint(classes, (21,))
     y[::5] = -100
@@ -378,9 +380,9 @@ def test_many_tokens_with_long_rows(
     assert len(planned) == 1
 
 
-def test_no_more_tokens_than_can_be_counted(planned: list[few.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few, "MOST_TOKENS", 1)
-    monkeypatch.setattr(few, "MANY_TOKENS", N - 1)
+def test_no_more_tokens_than_can_be_counted(planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MOST_TOKENS", 1)
+    monkeypatch.setattr(plans, "MANY_TOKENS", N - 1)
     logits = leaves(N, 133_001)
     sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="softmax", **TRITON)
     assert not planned

@@ -1,7 +1,8 @@
-"""The loss of few tokens, where preparing launches takes the host longer than the kernels take the GPU.
+"""Losses for which all there is to decide is decided once, for all calls alike.
 
 Softmax and sigsoftmax, class indices, a mean or a sum, all logits at once: one kernel makes of the logits the loss and
-their gradient. What there is to decide is decided once for all calls alike. Given logits may be of many tokens.
+their gradient. For few tokens preparing launches would take the host longer than the kernels take the GPU. Given logits
+may be of many.
 
 Shapes: N tokens, V classes, d features.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from sigsoftmax.backends import products, sources
 from sigsoftmax.backends.gradients import is_traced, keeps_graph, not_differentiable_again, times
 from sigsoftmax.backends.sources import LinearLogits
-from sigsoftmax.backends.triton import few_kernels, stream
+from sigsoftmax.backends.triton import plan_kernels, stream
 from sigsoftmax.backends.triton.fixed import fixed_values, is_sigsoftmax, is_softmax
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.scaling import Scaling
@@ -51,12 +52,12 @@ class Plan(Protocol):
 
 def loss_by(plan: Plan, *tensors: Tensor | None) -> Tensor:
     # A known call is under no transform of torch.func; what torch does first to make sure takes its time.
-    total, _ = super(torch.autograd.Function, _FewTokensLoss).apply(plan, *tensors)
+    total, _ = super(torch.autograd.Function, _PlannedLoss).apply(plan, *tensors)
     return total
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class FewTokens:
+class TokenPlan:
     """A plan for logits that are given, or the product of an input and a weight."""
 
     tokens: int
@@ -121,7 +122,7 @@ class FewTokens:
         )
 
 
-class _FewTokensLoss(torch.autograd.Function):
+class _PlannedLoss(torch.autograd.Function):
     """By a plan, of tensors of which the last, the targets, has no gradient."""
 
     @staticmethod
@@ -187,7 +188,7 @@ def plan_of(
     product_dtype: torch.dtype,
     chunk_bytes: int,
     label_smoothing: float = 0.0,
-) -> FewTokens | None:
+) -> TokenPlan | None:
     """How to compute the loss by one kernel; None where that is not the way."""
     tokens, classes = target.numel(), input.shape[-1] if weight is None else weight.shape[0]
     present = [t for t in (input, weight, bias) if t is not None]
@@ -214,7 +215,7 @@ def plan_of(
 
     def launch(is_stream: bool) -> Launch:
         return Launch(
-            few_kernels.loss_kernel,
+            plan_kernels.loss_kernel,
             min(tokens, programs),
             (
                 tokens,
@@ -240,7 +241,7 @@ def plan_of(
             **CHECKED,
         )
 
-    return FewTokens(
+    return TokenPlan(
         tokens=tokens,
         needs=needed((input, weight, bias)),
         dtype=dtype,
