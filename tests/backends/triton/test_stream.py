@@ -14,7 +14,7 @@ from tests.tables import gradients
 from torch import Tensor
 
 import sigsoftmax
-from sigsoftmax.backends.triton import plans, rows
+from sigsoftmax.backends.triton import plans, rows, stream
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.shapes import FastShape, fast_shape
 
@@ -113,6 +113,7 @@ def test_losses_without_a_plan(function: str, classes: int, dtype: torch.dtype, 
     y[1] = -100
     weights = torch.rand(len(logits))
     weights[::4] = 0.0
+    weights[[1, 2]] = -0.5
     check(logits, y, 2.0 * torch.finfo(dtype).eps, function=function, token_weights=weights, reduction="sum")
     assert launched == [True]
 
@@ -157,24 +158,48 @@ def test_logits_at_a_misaligned_address(has_plan: bool, dtype: torch.dtype, laun
 @pytest.mark.parametrize(
     ("classes", "dtype", "options"),
     [
-        (1001, torch.bfloat16, {}),
-        (1004, torch.bfloat16, {}),
-        (4 * LANES - 8, torch.bfloat16, {}),
-        (1000, torch.float32, {}),
-        (1000, torch.bfloat16, {"label_smoothing": 0.1}),
+        *((1001, torch.bfloat16, o) for o in ("mean", "token weights")),
+        *((1004, torch.bfloat16, o) for o in ("mean", "token weights")),
+        *((4 * LANES - 8, torch.bfloat16, o) for o in ("mean", "token weights")),
+        *((1000, torch.float32, o) for o in ("mean", "token weights")),
+        (1000, torch.bfloat16, "label smoothing"),
     ],
 )
-@pytest.mark.parametrize("has_plan", [True, False])
-def test_other_rows_are_no_stream(
-    has_plan: bool, classes: int, dtype: torch.dtype, options: dict[str, Any], launched: list[bool]
-) -> None:
-    if options and not has_plan:
-        pytest.skip("label smoothing without a plan has a kernel of its own")
+def test_other_rows_are_no_stream(classes: int, dtype: torch.dtype, options: str, launched: list[bool]) -> None:
     logits = torch.randn(9, classes).to(dtype)
-    if not has_plan:
-        options = {"token_weights": torch.rand(9), "reduction": "sum"}
-    check(logits, torch.randint(classes, (9,)), 0.02, function="sigsoftmax", **options)
+    chosen: dict[str, Any] = {
+        "mean": {},
+        "token weights": {"token_weights": torch.rand(9), "reduction": "sum"},
+        "label smoothing": {"label_smoothing": 0.1},
+    }[options]
+    check(logits, torch.randint(classes, (9,)), 0.02, function="sigsoftmax", **chosen)
     assert launched == [False]
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
+def test_a_row_of_no_weight_may_be_anything(function: str, launched: list[bool]) -> None:
+    logits = torch.randn(6, 1000, device=DEVICE).bfloat16()
+    logits[1], logits[4, 700] = torch.nan, torch.inf
+    logits.requires_grad_()
+    y, weights = torch.full((6,), 700, device=DEVICE), torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0, 1.0], device=DEVICE)
+    options: dict[str, Any] = {"function": function, "token_weights": weights, "reduction": "sum", "backend": "triton"}
+    loss = sigsoftmax.cross_entropy(logits, y, **options)
+    (gradient,) = gradients(loss, [logits])
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+    assert not gradient[[1, 4]].any()
+    assert gradient[0].any()
+    assert launched == [True]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked"),
+    [(torch.bfloat16, stream.TWO_MASKED_BFLOAT16), (torch.float16, stream.TWO_MASKED_FLOAT16)],
+    ids=str,
+)
+def test_masked_pairs(dtype: torch.dtype, masked: Any) -> None:
+    """Others would be found out in the sum, and the row be measured once more."""
+    assert torch.full((2,), -torch.inf, dtype=dtype).view(torch.int32).item() == masked.value
 
 
 def test_long_rows_that_are_measured_and_written_are_a_stream() -> None:

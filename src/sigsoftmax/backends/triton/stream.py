@@ -20,6 +20,9 @@ TILES = 4
 ELEMENT_BYTES = 2
 ALIGNMENT = 16
 """bytes that rows begin at multiples of; a thread loads as many at a time"""
+TWO_MASKED_BFLOAT16 = tl.constexpr(-8323200)
+"""-inf and -inf, as one integer"""
+TWO_MASKED_FLOAT16 = tl.constexpr(-67044352)
 
 
 def takes(classes: int, stride: int, element_bytes: int, lanes: int) -> bool:
@@ -48,10 +51,11 @@ def _high(pair, DTYPE: tl.constexpr):
 @triton.jit
 def _tile(pointer, start, V, LANES: tl.constexpr, POLICY: tl.constexpr):
     """A tile that may reach beyond the end of the row, where logits are -inf."""
-    NONE: tl.constexpr = -8323200 if pointer.dtype.element_ty == tl.bfloat16 else -67044352
+    IS_BFLOAT16: tl.constexpr = pointer.dtype.element_ty == tl.bfloat16
+    MASKED: tl.constexpr = TWO_MASKED_BFLOAT16 if IS_BFLOAT16 else TWO_MASKED_FLOAT16
     position = start // 2 + tl.arange(0, LANES // 2)
     pairs = pointer.to(tl.pointer_type(tl.int32)) + position
-    return tl.load(pairs, mask=position < V // 2, other=NONE, eviction_policy=POLICY)
+    return tl.load(pairs, mask=position < V // 2, other=MASKED, eviction_policy=POLICY)
 
 
 @triton.jit
