@@ -134,6 +134,15 @@ def test_cross_entropy_of_other_members(label: str, dtype: torch.dtype) -> None:
     check(cross_entropy, [2.0 * torch.randn(N, V)], dtype, label, target=target_with_ignored(), z_loss=0.01)
 
 
+@every_dtype
+@pytest.mark.parametrize("label", ["softmax(alpha=1.5)", "sigsoftmax"])
+def test_negative_weights(label: str, dtype: torch.dtype) -> None:
+    """The formulas of easy rows take the root of the weight."""
+    weights = torch.linspace(1.0, -1.0, N)
+    options: dict[str, Any] = {"target": target_with_ignored(), "token_weights": weights, "reduction": "sum"}
+    check(cross_entropy, [2.0 * torch.randn(N, V)], dtype, label, **options)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_of_probabilities(smoothing: float) -> None:
     target = torch.softmax(torch.randn(N, V), -1)
