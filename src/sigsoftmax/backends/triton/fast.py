@@ -240,6 +240,12 @@ def largest(pointer, V, LANES: tl.constexpr):
 
 
 @triton.jit
+def anchor_at(highest):
+    """The largest logit seen, or 0 where all were masked."""
+    return tl.where(highest == -float("inf"), 0.0, highest)
+
+
+@triton.jit
 def hard_sum(pointer, anchor, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
     """sum g / e^offset over any row, by the formulas that hold for all."""
     a, b = bend_of(anchor, c, IS_SIG)
@@ -253,9 +259,9 @@ def is_good_sum(total):
 
 
 @triton.jit
-def _measured_row(pointer, anchor, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """(sum g / e^offset, anchor); an anchor of -inf, all it has seen being masked, becomes 0."""
-    anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+def _measured_row(pointer, highest, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """(sum g / e^offset, anchor)."""
+    anchor = anchor_at(highest)
     scale = alpha * forms.LOG2_E
     if is_easy_row(anchor, scale, c, IS_SIG):
         shift, residual = shift_of(anchor, scale)
@@ -270,8 +276,7 @@ def _measured_row(pointer, anchor, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.
 @triton.jit
 def measured(pointer, first, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
     """(sum g / e^offset, anchor) of a row and its first tile."""
-    anchor = tl.max(forms.widened(first), 0)
-    total, anchor = _measured_row(pointer, anchor, alpha, c, V, IS_SIG, LANES)
+    total, anchor = _measured_row(pointer, tl.max(forms.widened(first), 0), alpha, c, V, IS_SIG, LANES)
     if not is_good_sum(total):
         total, anchor = _measured_row(pointer, largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
     return total, anchor

@@ -87,7 +87,7 @@ def measured(pointer, first, alpha, c, V, classes, IS_SIG: tl.constexpr, LANES: 
         gaps = anchor * 0.0
         if fast.is_easy_row(anchor, alpha * forms.LOG2_E, c, IS_SIG):
             total, gaps = _sums(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
-        if not ((total >= fast.SMALLEST_SUM) & (total <= fast.LARGEST_SUM)):
+        if not fast.is_good_sum(total):
             total, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
             gaps = _sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
     else:

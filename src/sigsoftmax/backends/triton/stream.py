@@ -122,8 +122,7 @@ def _sum_row(t0, t1, t2, t3, pointer, anchor, scale, shift, b, V, IS_SIG: tl.con
 def measured(t0, t1, t2, t3, pointer, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
     """(sum g / e^offset, anchor) of a row; and its first tiles, for the second pass."""
     DTYPE: tl.constexpr = pointer.dtype.element_ty
-    anchor = tl.max(tl.maximum(_low(t0, DTYPE), _high(t0, DTYPE)), 0)
-    anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+    anchor = fast.anchor_at(tl.max(tl.maximum(_low(t0, DTYPE), _high(t0, DTYPE)), 0))
     scale = alpha * forms.LOG2_E
     if fast.is_easy_row(anchor, scale, c, IS_SIG):
         shift, residual = fast.shift_of(anchor, scale)
@@ -134,8 +133,7 @@ def measured(t0, t1, t2, t3, pointer, alpha, c, V, IS_SIG: tl.constexpr, LANES: 
     else:
         total = fast.hard_sum(pointer, anchor, alpha, c, V, IS_SIG, LANES)
     if not fast.is_good_sum(total):
-        anchor = fast.largest(pointer, V, LANES)
-        anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+        anchor = fast.anchor_at(fast.largest(pointer, V, LANES))
         total = fast.hard_sum(pointer, anchor, alpha, c, V, IS_SIG, LANES)
     return total, anchor, t0, t1, t2, t3
 
