@@ -705,13 +705,26 @@ def test_elements_share_reciprocals_and_logarithms(height: float) -> None:
     for left, right in ((0, 1), (2, 3), (1, 7)):
         s, p = u[left] + u[right], u[left] * u[right]
         q = p + b * s
-        assert s * q >= 4.0 * b * p
-        torch.testing.assert_close((s * q - 2.0 * b * p) / (q + b * b), weights[left] + weights[right])
+        torch.testing.assert_close((p + q) / (q + b * b), log_sigmoid[left].exp() + log_sigmoid[right].exp())
         torch.testing.assert_close(q + b * b, d[left] * d[right])
         torch.testing.assert_close(d[right] / (q + b * b), 1.0 / d[left])
+    torch.testing.assert_close(u - b * log_sigmoid.exp(), weights)
     torch.testing.assert_close(u * (1.0 - (b / d) ** 2), weights * slope)
     torch.testing.assert_close(1.0 + b / d, slope)
     torch.testing.assert_close(2.0 * (z - m).sum() - d.prod().log(), log_weights.sum())
+
+
+@pytest.mark.parametrize("height", [0.0, 0.3, 4.0])
+def test_a_sum_of_differences_keeps_its_digits(height: float) -> None:
+    """(M23), what elements share: the bound, which a row of equal logits far below the largest comes near to."""
+    classes, b = 100_000, math.exp(-height)
+    ratios = []
+    for level in torch.linspace(-12.0, 0.0, 49).double():
+        u = torch.full((classes,), math.exp(level), dtype=torch.float64)
+        u[0] = 1.0
+        ratios.append((u.sum() / (u * u / (u + b)).sum()).item())
+    bound = 0.5 * (1.0 + math.sqrt(1.0 + 8.0 * classes * b))
+    assert 0.3 * bound < max(ratios) <= bound
 
 
 # --- 7. mixtures ------------------------------------------------------------------------------------------------

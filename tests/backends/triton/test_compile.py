@@ -262,19 +262,24 @@ def test_the_kernel_of_few_tokens(
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
-def test_the_kernel_of_many_given_logits(function: str, launches: list[Launch], tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("classes", [50_304, 128_256])
+def test_the_kernels_of_many_given_logits(
+    classes: int, dtype: torch.dtype, function: str, launches: list[Launch], tmp_path: Path
+) -> None:
     from sigsoftmax.backends.triton import plans
 
     member = OutputFunction(function)
-    logits = torch.empty(8192, 128_256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    logits = torch.empty(8192, classes, dtype=dtype, device="meta", requires_grad=True)
     target = torch.empty(8192, dtype=torch.int64, device="meta")
     options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": 0.0, "chunk_bytes": 1}
-    options |= {"dtype": torch.bfloat16, "product_dtype": torch.bfloat16}
+    options |= {"dtype": dtype, "product_dtype": dtype}
     plan = plans.plan_of(member.form, member.arguments(), logits, None, None, target, **options)
     assert plan is not None
     plan.compute(logits.detach(), None, None, target)
-    (launch,) = launches
-    assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
+    assert [launch.kernel.__name__ for launch in launches] == ["stream_kernel", "finish_kernel"]
+    # The memory of what threads spill would be in the cache where rows are to be.
+    assert [spilled_bytes(compiled(launch), tmp_path) for launch in launches] == [0, 0]
 
 
 def test_the_kernels_of_a_mixture_over_few_tokens(launches: list[Launch], tmp_path: Path) -> None:

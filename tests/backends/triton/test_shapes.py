@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sigsoftmax.backends.triton.shapes import FEWEST_STAGGERED_ROWS, fast_shape, stagger
+from sigsoftmax.backends.triton.shapes import FEWEST_STAGGERED_ROWS, fast_shape, stagger, stream_shape
 
 PROGRAMS = 132
 
@@ -36,3 +36,13 @@ def test_longer_rows_have_larger_tiles(classes: int, is_sigsoftmax: bool, measur
         assert shape.per_processor >= longer.per_processor
     # Every thread has an element, and no tile more than 32 of them: there are four tiles, and 64 registers at worst.
     assert 1 <= shape.lanes / (32 * shape.warps) <= 32
+
+
+@pytest.mark.parametrize("is_sigsoftmax", [False, True], ids=["softmax", "sigsoftmax"])
+def test_long_rows_are_a_stream_of_tiles_as_wide_as_a_load(is_sigsoftmax: bool) -> None:
+    shapes = [stream_shape(classes, 2, is_sigsoftmax) for classes in (10_000, 50_304, 128_256, 1_000_000)]
+    assert shapes[0] is None
+    assert None not in shapes[1:]
+    # A thread has eight elements of a tile, and rows in flight that are read twice are to fit the cache.
+    assert all(shape.lanes == 256 * shape.warps for shape in shapes[1:] if shape)
+    assert [shape.per_processor for shape in shapes[1:] if shape] == [2, 1, 1]

@@ -14,9 +14,9 @@ from tests.tables import gradients
 from torch import Tensor
 
 import sigsoftmax
-from sigsoftmax.backends.triton import plans, rows, stream
+from sigsoftmax.backends.triton import plan_kernels, plans, rows, stream
 from sigsoftmax.backends.triton.launches import Launch
-from sigsoftmax.backends.triton.shapes import FastShape, fast_shape
+from sigsoftmax.backends.triton.shapes import FastShape
 
 LANES = 128
 CLASSES = [4 * LANES, 4 * LANES + 8, 1000, 8 * LANES, 5000]
@@ -34,17 +34,19 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     original = Launch.__call__
 
     def call(self: Launch, *tensors: Tensor) -> None:
-        if "IS_STREAM" in self.constants:
-            found.append(self.constants["IS_STREAM"])
+        is_plan = self.kernel in (plan_kernels.loss_kernel, plan_kernels.stream_kernel)
+        if is_plan or "IS_STREAM" in self.constants:
+            found.append(self.constants.get("IS_STREAM", self.kernel is plan_kernels.stream_kernel))
         original(self, *tensors)
 
     monkeypatch.setattr(Launch, "__call__", call)
 
-    def shape(classes: int, element_bytes: int, is_sigsoftmax: bool, **launches: bool) -> FastShape:
-        return FastShape(LANES, 4, 1, is_stream=all(launches.values()))
+    def shape(*row: Any, **launches: bool) -> FastShape:
+        return FastShape(LANES, 4, 1)
 
     for module in (plans, rows):
         monkeypatch.setattr(module, "fast_shape", shape)
+    monkeypatch.setattr(stream, "stream_shape", shape)
     return found
 
 
@@ -104,6 +106,26 @@ def test_rows_that_do_not_count(z_loss: float, function: str, dtype: torch.dtype
     assert launched == [True]
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_rows_that_several_programs_finish(reduction: str, launched: list[bool]) -> None:
+    tokens = 2 * plans.FINISHED_ROWS + 5
+    logits = (2.0 * torch.randn(tokens, 4 * LANES)).bfloat16()
+    y = torch.randint(4 * LANES, (tokens,))
+    y[7::50] = -100
+    check(logits, y, 1.5 * torch.finfo(logits.dtype).eps, function="sigsoftmax", reduction=reduction, z_loss=1e-3)
+    assert launched == [True]
+
+
+def test_the_mean_of_no_token(launched: list[bool]) -> None:
+    logits = torch.randn(6, 1000, device=DEVICE).bfloat16().requires_grad_()
+    y = torch.full((6,), -100, device=DEVICE)
+    loss = sigsoftmax.cross_entropy(logits, y, function="sigsoftmax", backend="triton")
+    assert loss.isnan()
+    (gradient,) = gradients(loss, [logits])
+    assert not gradient.any()
+    assert launched == [True]
+
+
 @every_dtype
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
@@ -120,18 +142,23 @@ def test_losses_without_a_plan(function: str, classes: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
 def test_gradients_in_place(function: str, launched: list[bool]) -> None:
-    """A slab of logits becomes its gradient."""
+    """A slab of logits becomes its gradient; not by a plan, which reads targets after that."""
     hidden, weight, y = torch.randn(11, 8), torch.randn(1024, 8), torch.randint(1024, (11,))
+    token_weights = torch.rand(11)
     found: dict[str, list[Tensor]] = {}
     for backend in ("triton", "reference"):
         place = DEVICE if backend == "triton" else "cpu"
         dtype = torch.bfloat16 if backend == "triton" else torch.float64
         leaves = [t.bfloat16().to(place, dtype).requires_grad_() for t in (hidden, weight)]
-        loss = sigsoftmax.linear_cross_entropy(*leaves, y.to(place), function=function, backend=backend)
+        options: dict[str, Any] = {"token_weights": token_weights.to(place), "reduction": "sum", "backend": backend}
+        loss = sigsoftmax.linear_cross_entropy(*leaves, y.to(place), function=function, **options)
         found[backend] = [g.cpu().double() for g in gradients(loss, leaves)]
     for a, b in zip(found["triton"], found["reference"], strict=True):
         assert (a - b).norm() <= 0.01 * b.norm()
     assert launched == [True]
+    leaves = [t.bfloat16().to(DEVICE).requires_grad_() for t in (hidden, weight)]
+    sigsoftmax.linear_cross_entropy(*leaves, y.to(DEVICE), function=function, backend="triton")
+    assert launched == [True, False]
 
 
 @every_dtype
@@ -202,8 +229,9 @@ def test_masked_pairs(dtype: torch.dtype, masked: Any) -> None:
     assert torch.full((2,), -torch.inf, dtype=dtype).view(torch.int32).item() == masked.value
 
 
-def test_long_rows_that_are_measured_and_written_are_a_stream() -> None:
-    assert fast_shape(128_256, 2, True).is_stream
-    assert not fast_shape(128_256, 2, True, writes=False).is_stream
-    assert not fast_shape(128_256, 2, False, measures=False).is_stream
-    assert not fast_shape(32_000, 2, True).is_stream
+def test_rows_that_are_only_measured_are_no_stream(launched: list[bool]) -> None:
+    logits, y = torch.randn(9, 1000), torch.randint(1000, (9,))
+    loss = sigsoftmax.cross_entropy(logits.bfloat16().to(DEVICE), y.to(DEVICE), function="sigsoftmax", backend="triton")
+    expected = sigsoftmax.cross_entropy(logits.bfloat16().double(), y, function="sigsoftmax", backend="reference")
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-5)
+    assert launched == [False]

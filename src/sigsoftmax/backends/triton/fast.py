@@ -17,8 +17,6 @@ from sigsoftmax.backends.triton import forms
 
 LARGEST_SUM = tl.constexpr(1e9)
 """A row whose sum is larger, or not a number, is summed again from its largest logit: too much was rounded."""
-LARGEST_PRODUCT = tl.constexpr(4e37)
-"""Of denominators; its reciprocal is a normal number, and its fourth root more than the largest sum."""
 SMALLEST_SUM = tl.constexpr(0.25)
 """The anchor itself adds a half or more; a smaller sum is that of a row whose first tile is masked."""
 SMALLEST_BEND = tl.constexpr(1e-18)
@@ -105,27 +103,29 @@ def four_powers_of(tiles, anchor, scale, shift, IS_EASY: tl.constexpr):
 
 @triton.jit
 def _pair(u0, u1, b):
-    """Numerator and denominator of u0^2 / (u0 + b) + u1^2 / (u1 + b), in an operation less than term by term."""
+    """u0 + u1; and numerator and denominator of sigma0 + sigma1 = u0 / (u0 + b) + u1 / (u1 + b)."""
     s = u0 + u1
-    p = u0 * u1
-    q = p + b * s
-    # s q is twice what is taken from it or more.
-    return s * q - (2.0 * b) * p, q + b * b
+    q = u0 * u1 + b * s
+    return s, u0 * u1 + q, q + b * b
 
 
 @triton.jit
-def sum_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
-    """g / e^offset of an easy row, four tiles added; and the product of their denominators."""
+def sums_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
+    """Four tiles of an easy row added: u, sigma, and the product of their denominators."""
     if IS_SIG:
-        n01, d01 = _pair(u0, u1, b)
-        n23, d23 = _pair(u2, u3, b)
-        # The reciprocal of a larger product would be 0, and with it the four terms. One of them is more than a sum may
-        # be, and remains so with a smaller product.
-        shared = forms.reciprocal(tl.minimum(d01 * d23, LARGEST_PRODUCT))
-        # Each numerator times the reciprocal of its own two denominators: with the other two it may underflow.
-        return n01 * (d23 * shared) + n23 * (d01 * shared), d01 * d23
+        s01, n01, d01 = _pair(u0, u1, b)
+        s23, n23, d23 = _pair(u2, u3, b)
+        # The product is infinite only if one u is more than a sum may be.
+        product = d01 * d23
+        return s01 + s23, (n01 * d23 + n23 * d01) * forms.reciprocal(product), product
     else:
-        return (u0 + u1) + (u2 + u3), 1.0
+        return (u0 + u1) + (u2 + u3), 0.0, 1.0
+
+
+@triton.jit
+def total_of(powers, sigmas, b, IS_SIG: tl.constexpr):
+    """g / e^offset of an easy row from sums of u and sigma: u sigma = u - b sigma."""
+    return powers - b * sigmas if IS_SIG else powers
 
 
 @triton.jit
@@ -143,7 +143,8 @@ def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EA
         for start in range(0, V, 4 * LANES):
             tiles = four_tiles_at(pointer, start, V, LANES, "evict_last")
             u0, u1, u2, u3 = four_powers_of(tiles, anchor, scale, shift, IS_EASY)
-            total += sum_of_four(u0, u1, u2, u3, b, IS_SIG)[0]
+            powers, sigmas, _ = sums_of_four(u0, u1, u2, u3, b, IS_SIG)
+            total += total_of(powers, sigmas, b, IS_SIG)
     return tl.sum(total, 0)
 
 

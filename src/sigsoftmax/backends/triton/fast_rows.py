@@ -94,7 +94,7 @@ def rows_kernel(
     """
     begin_late(stagger)
     if IS_STREAM:
-        t0, t1, t2, t3 = stream.tiles_at(fast.row_at(logits, tl.program_id(0), logits_stride), LANES)
+        tiles = stream.tiles_at(fast.row_at(logits, tl.program_id(0), logits_stride), LANES)
     for turn in range(tl.program_id(0), R, tl.num_programs(0)):
         # What only measures begins with the last rows: a product has just written them, and the cache may hold them.
         row = turn if GRADIENT else R - 1 - turn
@@ -117,7 +117,7 @@ def rows_kernel(
                 tl.debug_barrier()
         if STATS:
             if IS_STREAM:
-                total, anchor, t0, t1, t2, t3 = stream.measured(t0, t1, t2, t3, pointer, alpha, c, V, IS_SIG, LANES)
+                total, anchor, easy, tiles = stream.measured(tiles, pointer, alpha, c, V, IS_SIG, LANES)
             else:
                 total, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
             offset = fast.row_offset(anchor, alpha, c, IS_SIG)
@@ -141,11 +141,9 @@ def rows_kernel(
             if IS_STREAM:
                 # After the last row of a program any will do: it is read and not used.
                 next_row = tl.minimum(row + tl.num_programs(0), R - 1)
-                t0, t1, t2, t3 = stream.write_gradient(
-                    t0,
-                    t1,
-                    t2,
-                    t3,
+                tiles = stream.write_gradient(
+                    tiles,
+                    easy,
                     pointer,
                     fast.row_at(logits, next_row, logits_stride),
                     out_pointer,
@@ -153,16 +151,16 @@ def rows_kernel(
                     anchor,
                     by_n,
                     by_s,
-                    y,
-                    z_y,
-                    has_target,
                     alpha,
                     c,
                     V,
                     IS_SIG,
-                    HAS_INDEX,
                     LANES,
                 )
+                if HAS_INDEX:
+                    factor = by_n / total * alpha
+                    counts = (by_n != 0) | (by_s != 0)
+                    fast.write_target(out_pointer, factor, anchor, by_s, y, z_y, has_target & counts, alpha, c, IS_SIG)
             else:
                 fast.write_gradient(
                     pointer,

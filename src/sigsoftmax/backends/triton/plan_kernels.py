@@ -1,4 +1,4 @@
-"""The kernel of a loss that one launch computes: of logits it makes the sum of all losses and their gradient.
+"""Kernels of a loss that one launch computes: of logits they make the sum of all losses and their gradient.
 
 Shapes: N tokens, V logits in a row.
 """
@@ -43,6 +43,22 @@ def add_up(shares, total, N, programs, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _z_loss(row_sum, anchor, scale, z_loss, alpha, c, IS_SIG: tl.constexpr, HAS_Z_LOSS: tl.constexpr):
+    """What the z-loss of a row is, and what multiplies its normaliser in all."""
+    if HAS_Z_LOSS:
+        log_sum = fast.row_offset(anchor, alpha, c, IS_SIG) + tl.log(row_sum)
+        return z_loss * log_sum * log_sum, scale + 2.0 * z_loss * scale * log_sum
+    else:
+        return 0.0, scale
+
+
+@triton.jit
+def _share(loss, scale, is_kept):
+    """Of a token in the sum or the mean."""
+    return tl.where(scale == float("inf"), float("nan"), tl.where(is_kept, scale * loss, 0.0))
+
+
+@triton.jit
 def loss_kernel(
     logits,
     out,
@@ -62,7 +78,6 @@ def loss_kernel(
     IS_MEAN: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     IS_SMOOTH: tl.constexpr,
-    IS_STREAM: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -73,42 +88,24 @@ def loss_kernel(
     """
     scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
     fast_rows.begin_late(stagger)
-    if IS_STREAM:
-        t0, t1, t2, t3 = stream.tiles_at(fast.row_at(logits, tl.program_id(0), V), LANES)
-        next_y = tl.load(target + tl.program_id(0))
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         pointer = fast.row_at(logits, row, V)
-        if IS_STREAM:
-            # After the last row of a program any will do: it is read and not used.
-            next_row = tl.minimum(row + tl.num_programs(0), N - 1)
-            y = next_y
-            next_y = tl.load(target + next_row)
-        else:
-            y = tl.load(target + row)
-            first = fast.first_tile(pointer, V, LANES)
+        y = tl.load(target + row)
+        first = fast.first_tile(pointer, V, LANES)
         is_kept = y != ignore_index
         tl.device_assert((not is_kept) | ((y >= 0) & (y < classes)), "target out of range; see SIGSOFTMAX_CHECK=1")
         y = tl.where(is_kept, y, 0)
         z_y = tl.load(pointer + y).to(tl.float32)
         gaps = tl.full((), 0.0, tl.float32)
-        if IS_STREAM:
-            row_sum, anchor, t0, t1, t2, t3 = stream.measured(t0, t1, t2, t3, pointer, alpha, c, V, IS_SIG, LANES)
-        elif IS_SMOOTH:
+        if IS_SMOOTH:
             row_sum, anchor, gaps = smoothing.measured(pointer, first, alpha, c, V, classes, IS_SIG, LANES)
         else:
             row_sum, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
-        normalizer = tl.log(row_sum)
         gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
         if IS_SMOOTH:
             gap = (1.0 - label_smoothing) * gap + label_smoothing / classes * gaps
-        loss = normalizer - gap
-        by_n = scale
-        if HAS_Z_LOSS:
-            log_sum = fast.row_offset(anchor, alpha, c, IS_SIG) + normalizer
-            loss += z_loss * log_sum * log_sum
-            by_n += 2.0 * z_loss * scale * log_sum
-        share = tl.where(is_kept, scale * loss, 0.0)
-        tl.store(shares + row, tl.where(scale == float("inf"), float("nan"), share))
+        z_part, by_n = _z_loss(row_sum, anchor, scale, z_loss, alpha, c, IS_SIG, HAS_Z_LOSS)
+        tl.store(shares + row, _share(tl.log(row_sum) - gap + z_part, scale, is_kept))
         out_pointer = fast.row_at(out, row, V)
         if IS_SMOOTH:
             by_s = -scale * (1.0 - label_smoothing)
@@ -135,31 +132,104 @@ def loss_kernel(
         else:
             by_n = tl.where(is_kept, by_n, 0.0)
             by_s = tl.where(is_kept, -scale, 0.0)
-            if IS_STREAM:
-                t0, t1, t2, t3 = stream.write_gradient(
-                    t0,
-                    t1,
-                    t2,
-                    t3,
-                    pointer,
-                    fast.row_at(logits, next_row, V),
-                    out_pointer,
-                    row_sum,
-                    anchor,
-                    by_n,
-                    by_s,
-                    y,
-                    z_y,
-                    is_kept,
-                    alpha,
-                    c,
-                    V,
-                    IS_SIG,
-                    True,
-                    LANES,
-                )
-            else:
-                fast.write_gradient(
-                    pointer, out_pointer, row_sum, anchor, by_n, by_s, y, z_y, is_kept, alpha, c, V, IS_SIG, True, LANES
-                )
+            fast.write_gradient(
+                pointer, out_pointer, row_sum, anchor, by_n, by_s, y, z_y, is_kept, alpha, c, V, IS_SIG, True, LANES
+            )
+    add_up(shares, total, N, tl.num_programs(0), BLOCK)
+
+
+@triton.jit
+def stream_kernel(
+    logits,
+    out,
+    target,
+    measures,
+    N,
+    V,
+    alpha,
+    c,
+    ignore_index,
+    z_loss,
+    stagger,
+    IS_SIG: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient of long rows, as a stream, but for their targets.
+
+    What a row needs once (logarithms, its target) every warp here would compute for itself, a tenth of the time of a
+    row. So another kernel does that for all rows; ``measures`` keeps for it the sum and the anchor of each, and the
+    scale.
+    """
+    scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
+    tl.store(measures + 2 * N, scale)
+    fast_rows.begin_late(stagger)
+    tiles = stream.tiles_at(fast.row_at(logits, tl.program_id(0), V), LANES)
+    next_y = tl.load(target + tl.program_id(0))
+    for row in range(tl.program_id(0), N, tl.num_programs(0)):
+        # After the last row of a program any will do: it is read and not used.
+        next_row = tl.minimum(row + tl.num_programs(0), N - 1)
+        is_kept = next_y != ignore_index
+        next_y = tl.load(target + next_row)
+        pointer = fast.row_at(logits, row, V)
+        row_sum, anchor, easy, tiles = stream.measured(tiles, pointer, alpha, c, V, IS_SIG, LANES)
+        tl.store(measures + row, row_sum)
+        tl.store(measures + N + row, anchor)
+        _, by_n = _z_loss(row_sum, anchor, scale, z_loss, alpha, c, IS_SIG, HAS_Z_LOSS)
+        tiles = stream.write_gradient(
+            tiles,
+            easy,
+            pointer,
+            fast.row_at(logits, next_row, V),
+            fast.row_at(out, row, V),
+            row_sum,
+            anchor,
+            tl.where(is_kept, by_n, 0.0),
+            tl.where(is_kept, -scale, 0.0),
+            alpha,
+            c,
+            V,
+            IS_SIG,
+            LANES,
+        )
+
+
+@triton.jit
+def finish_kernel(
+    logits,
+    out,
+    target,
+    shares,
+    measures,
+    total,
+    N,
+    V,
+    classes,
+    alpha,
+    c,
+    ignore_index,
+    z_loss,
+    IS_SIG: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """After it: the gradients of targets, and the sum or the mean of all losses."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < N
+    y = tl.load(target + row, mask=is_row, other=ignore_index)
+    is_kept = y != ignore_index
+    tl.device_assert((not is_kept) | ((y >= 0) & (y < classes)), "target out of range; see SIGSOFTMAX_CHECK=1")
+    y = tl.where(is_kept, y, 0)
+    scale = tl.load(measures + 2 * N)
+    row_sum = tl.load(measures + row, mask=is_row, other=1.0)
+    anchor = tl.load(measures + N + row, mask=is_row, other=0.0)
+    z_y = tl.load(fast.row_at(logits, row, V) + y, mask=is_row, other=0.0).to(tl.float32)
+    gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
+    z_part, by_n = _z_loss(row_sum, anchor, scale, z_loss, alpha, c, IS_SIG, HAS_Z_LOSS)
+    tl.store(shares + row, _share(tl.log(row_sum) - gap + z_part, scale, is_kept), mask=is_row)
+    out_pointer = fast.row_at(out, row, V)
+    fast.write_target(out_pointer, by_n / row_sum * alpha, anchor, -scale, y, z_y, is_kept, alpha, c, IS_SIG)
     add_up(shares, total, N, tl.num_programs(0), BLOCK)

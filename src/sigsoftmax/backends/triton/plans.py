@@ -33,6 +33,8 @@ MANY_TOKENS = 2**17
 BLOCK = 512
 """targets that it counts at a time"""
 MANY_BLOCK = 4096
+FINISHED_ROWS = 128
+"""of a stream, by a program"""
 ALL_BYTES = 2**62
 """a budget for all logits at once"""
 CHECKED = {"debug": True, "sanitize_overflow": False}
@@ -70,8 +72,8 @@ class TokenPlan:
     """whether products take and give tensors as they are"""
     scale: Scaling
     launch: Launch
-    misaligned: Launch | None = None
-    """another one, for given logits that do not lie at an aligned address"""
+    stream: tuple[Launch, Launch] | None = None
+    """two others, for given logits of long rows that lie at an aligned address"""
 
     def compute(
         self, input: Tensor, weight_Vd: Tensor | None, bias_V: Tensor | None, target: Tensor
@@ -82,10 +84,13 @@ class TokenPlan:
         needs_input, needs_weight, needs_bias = self.needs
         if weight_Vd is None:
             by_input = torch.empty_like(input)
-            launch = self.launch
-            if self.misaligned is not None and input.data_ptr() % stream.ALIGNMENT:
-                launch = self.misaligned
-            launch(input, by_input, target, shares, total)
+            if self.stream is not None and input.data_ptr() % stream.ALIGNMENT == 0:
+                rows, finish = self.stream
+                measures = torch.empty(2 * self.tokens + 1, dtype=torch.float32, device=input.device)
+                rows(input, by_input, target, measures)
+                finish(input, by_input, target, shares, measures, total)
+            else:
+                self.launch(input, by_input, target, shares, total)
             return total, shares, by_input, None, None
         if not self.is_direct:
             source = LinearLogits(
@@ -211,36 +216,38 @@ def plan_of(
     programs = shape.per_processor * multiprocessors(input.device)
     if not 0 < tokens <= (_most_tokens(width * size, programs) if weight is None else MOST_TOKENS):
         return None
-    is_stream = shape.is_stream and label_smoothing == 0 and stream.takes(width, width, size, shape.lanes)
-
-    def launch(is_stream: bool) -> Launch:
-        return Launch(
-            plan_kernels.loss_kernel,
-            min(tokens, programs),
-            (
-                tokens,
-                width,
-                classes,
-                alpha,
-                c,
-                ignore_index,
-                z_loss,
-                label_smoothing,
-                stagger(tokens, width, size, programs),
+    block = BLOCK if tokens <= MOST_TOKENS else MANY_BLOCK
+    first_numbers = (tokens, width, classes, alpha, c, ignore_index, z_loss)
+    rows_apart = stagger(tokens, width, size, programs)
+    first_constants = {"IS_SIG": is_sig, "IS_MEAN": is_mean, "HAS_Z_LOSS": z_loss != 0}
+    launch = Launch(
+        plan_kernels.loss_kernel,
+        min(tokens, programs),
+        (*first_numbers, label_smoothing, rows_apart),
+        {**first_constants, "IS_SMOOTH": label_smoothing != 0, "LANES": shape.lanes, "BLOCK": block},
+        num_warps=shape.warps,
+        **CHECKED,
+    )
+    as_stream = None
+    streamed = stream.shape_of(width, width, size, is_sig)
+    if streamed is not None and weight is None and label_smoothing == 0:
+        stream_programs = min(tokens, streamed.per_processor * multiprocessors(input.device))
+        as_stream = (
+            Launch(
+                plan_kernels.stream_kernel,
+                stream_programs,
+                (tokens, width, alpha, c, ignore_index, z_loss, stagger(tokens, width, size, stream_programs)),
+                {**first_constants, "LANES": streamed.lanes, "BLOCK": block},
+                num_warps=streamed.warps,
             ),
-            {
-                "IS_SIG": is_sig,
-                "IS_MEAN": is_mean,
-                "HAS_Z_LOSS": z_loss != 0,
-                "IS_SMOOTH": label_smoothing != 0,
-                "IS_STREAM": is_stream,
-                "LANES": shape.lanes,
-                "BLOCK": BLOCK if tokens <= MOST_TOKENS else MANY_BLOCK,
-            },
-            num_warps=shape.warps,
-            **CHECKED,
+            Launch(
+                plan_kernels.finish_kernel,
+                -(-tokens // FINISHED_ROWS),
+                first_numbers,
+                {"IS_SIG": is_sig, "HAS_Z_LOSS": z_loss != 0, "ROWS": FINISHED_ROWS, "BLOCK": block},
+                **CHECKED,
+            ),
         )
-
     return TokenPlan(
         tokens=tokens,
         needs=needed((input, weight, bias)),
@@ -248,6 +255,6 @@ def plan_of(
         product_dtype=product_dtype,
         is_direct=width == classes and all(t.dtype == product_dtype for t in present),
         scale=scaling_of((input, weight, bias)),
-        launch=launch(is_stream),
-        misaligned=launch(False) if is_stream and weight is None else None,
+        launch=launch,
+        stream=as_stream,
     )

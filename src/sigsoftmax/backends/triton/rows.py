@@ -257,13 +257,11 @@ class TritonRows:
         """For logits and a gradient of these shapes."""
         rows, classes = logits_RV.shape
         size = logits_RV.element_size()
-        shape = fast_shape(classes, size, self.is_sigsoftmax, measures=measure, writes=has_gradient)
+        streamed = None
+        if measure and has_gradient and logits_RV.data_ptr() % stream.ALIGNMENT == 0:
+            streamed = stream.shape_of(classes, logits_RV.stride(0), size, self.is_sigsoftmax)
+        shape = streamed or fast_shape(classes, size, self.is_sigsoftmax, measures=measure, writes=has_gradient)
         programs = min(rows, shape.per_processor * multiprocessors(self.device))
-        is_stream = (
-            shape.is_stream
-            and stream.takes(classes, logits_RV.stride(0), size, shape.lanes)
-            and logits_RV.data_ptr() % stream.ALIGNMENT == 0
-        )
         return Launch(
             fast_rows.rows_kernel,
             programs,
@@ -285,7 +283,7 @@ class TritonRows:
                 "STATS": measure,
                 "GRADIENT": has_gradient,
                 "IS_EARLY": shape.is_early,
-                "IS_STREAM": is_stream,
+                "IS_STREAM": streamed is not None,
                 "LANES": shape.lanes,
             },
             num_warps=shape.warps,

@@ -28,8 +28,6 @@ class FastShape(NamedTuple):
     per_processor: int
     is_early: bool = True
     """coefficients are read before their row"""
-    is_stream: bool = False
-    """tiles are asked for long before they are used, and those of the next row too"""
 
 
 @lru_cache
@@ -51,7 +49,7 @@ def fast_shape(
     if not measures and row_bytes > 2**15 and is_sigsoftmax and element_bytes == 2:
         return FastShape(4096, 16, 4)
     if row_bytes > LONG_ROW_BYTES:
-        return FastShape(8192, 32, 1, is_stream=measures and writes)
+        return FastShape(8192, 32, 1)
     if row_bytes > 2**16:
         return FastShape(2048, 8, 2) if is_sigsoftmax else FastShape(4096, 16, 2, is_early=False)
     if row_bytes > 2**15:
@@ -60,11 +58,19 @@ def fast_shape(
     return FastShape(min(most, max(128, _power_of_2(-(-classes // 4)))), warps, per_processor)
 
 
+def stream_shape(classes: int, element_bytes: int, is_sigsoftmax: bool) -> FastShape | None:
+    """For rows that are measured and written as a stream; None where that is slower."""
+    row_bytes = classes * element_bytes
+    if row_bytes > LONG_ROW_BYTES:
+        return FastShape(8192, 32, 1)
+    return FastShape(2048, 8, 2) if row_bytes > (2**15 if is_sigsoftmax else 2**16) else None
+
+
 def stagger(rows: int, classes: int, element_bytes: int, programs: int) -> int:
-    """Cycles over which the programs begin: about those of a row, if it is long and they have many."""
+    """Cycles over which the programs begin: about those of half a row, if it is long and they have many."""
     is_worth_it = classes * element_bytes > LONG_ROW_BYTES and rows >= FEWEST_STAGGERED_ROWS * programs
     # A multiple of 16, as 0 is: Triton compiles a kernel of its own for numbers that are not.
-    return classes * element_bytes // 84 * 16 if is_worth_it else 0
+    return classes * element_bytes // 160 * 16 if is_worth_it else 0
 
 
 def general_shape(classes: int, element_bytes: int, sums_much: bool) -> Shape:

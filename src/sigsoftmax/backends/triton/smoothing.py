@@ -62,8 +62,8 @@ def _sums(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.co
     for start in range(0, whole, 4 * LANES):
         tiles = fast.four_tiles_at(pointer, start, classes, LANES, "evict_last")
         u0, u1, u2, u3 = fast.four_powers_of(tiles, anchor, scale, shift, True)
-        added, d = fast.sum_of_four(u0, u1, u2, u3, b, IS_SIG)
-        total += added
+        powers, sigmas, d = fast.sums_of_four(u0, u1, u2, u3, b, IS_SIG)
+        total += fast.total_of(powers, sigmas, b, IS_SIG)
         z01 = forms.widened(tiles[0]) + forms.widened(tiles[1])
         z23 = forms.widened(tiles[2]) + forms.widened(tiles[3])
         gaps += _gap(z01 + z23, d, scale, IS_SIG)
@@ -81,14 +81,17 @@ def _sums(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.co
 def measured(pointer, first, alpha, c, V, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
     """(sum g / e^offset, anchor, log g of all classes less the offset) of a row and its first tile."""
     IS_ROUGH: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth == 16
+    # Registers of so many threads would not do for more.
+    TILE: tl.constexpr = LANES // 2 if IS_SIG and LANES > 4096 else LANES
     if IS_ROUGH:
         anchor = tl.max(forms.widened(first), 0)
         total = anchor * 0.0
         gaps = anchor * 0.0
         if fast.is_easy_row(anchor, alpha * forms.LOG2_E, c, IS_SIG):
-            total, gaps = _sums(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
+            total, gaps = _sums(pointer, anchor, alpha, c, classes, IS_SIG, TILE)
         if not fast.is_good_sum(total):
-            total, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
+            anchor = fast.anchor_at(fast.largest(pointer, V, LANES))
+            total = fast.hard_sum(pointer, anchor, alpha, c, V, IS_SIG, LANES)
             gaps = _sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
     else:
         total, anchor = fast.measured_from_the_largest(pointer, alpha, c, V, IS_SIG, LANES)
