@@ -54,7 +54,8 @@ def some_logits(classes: int, dtype: torch.dtype) -> Tensor:
     """Of more rows than programs."""
     logits = HEIGHTS[:, None] + 2.0 * torch.randn(len(HEIGHTS), classes)
     logits = torch.cat([3.0 * torch.randn(3, classes), logits, 3.0 * torch.randn(5, classes)])
-    # Far above the first tile; within it; and a first tile of which nothing is known.
+    # A first tile that is not easy, in a row that is; far above the first tile; within it; and one that says nothing.
+    logits[-5, :LANES] -= 40.0
     logits[-4, -1] = 60.0
     logits[-3, 0] = 17.0
     logits[-2, :LANES] = -torch.inf

@@ -1,8 +1,8 @@
 """Losses for which all there is to decide is decided once, for all calls alike.
 
 Softmax and sigsoftmax, class indices, a mean or a sum, all logits at once: one kernel makes of the logits the loss and
-their gradient. For few tokens preparing launches would take the host longer than the kernels take the GPU. Given logits
-may be of many.
+their gradient, or two if rows are long. For few tokens preparing launches would take the host longer than the kernels
+take the GPU. Given logits may be of many.
 
 Shapes: N tokens, V classes, d features.
 """
@@ -194,7 +194,7 @@ def plan_of(
     chunk_bytes: int,
     label_smoothing: float = 0.0,
 ) -> TokenPlan | None:
-    """How to compute the loss by one kernel; None where that is not the way."""
+    """How to compute the loss by a kernel or two; None where that is not the way."""
     tokens, classes = target.numel(), input.shape[-1] if weight is None else weight.shape[0]
     present = [t for t in (input, weight, bias) if t is not None]
     alignment = 1 if weight is None else sources.row_alignment(input.device)
