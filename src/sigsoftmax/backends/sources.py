@@ -5,6 +5,7 @@ Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tok
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -38,7 +39,7 @@ def careful_sum(device: torch.device, classes: int, rows: int, features: int, ch
     return "buffered" if device.type == "cpu" or is_small else "exact"
 
 
-class Source:
+class Source(ABC):
     """Where rows of logits come from and where their gradient goes. ``num_tokens`` times ``components`` rows."""
 
     num_tokens: int
@@ -46,19 +47,19 @@ class Source:
     num_classes: int
     logits_like: Tensor
 
+    @abstractmethod
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         """The first token of each chunk, and its logits (R, V), which may be overwritten by their gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient_rows(self, first_row: int, logits_RV: Tensor) -> Tensor:
         """The memory for the gradient of these rows of the current chunk."""
-        raise NotImplementedError
 
     def whole_rows(self, logits_RV: Tensor) -> Tensor:
         """The same rows with masked classes up to an aligned length, if there is room: kernels load them faster."""
         return logits_RV
 
-    def backpropagate(self) -> None:
+    def backpropagate(self) -> None:  # noqa: B027 - logits that are given lead nowhere
         """Called when the gradient of the current chunk is complete."""
 
     def blocks(self, max_rows: int | None, *, backpropagate: bool) -> Iterator[tuple[slice, int, Tensor]]:

@@ -9,6 +9,7 @@ Shapes: R rows of a block, V classes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +32,7 @@ def constant(argument: Tensor) -> float | None:
     return float(argument) if argument.ndim == 0 and argument.device.type == "cpu" else None
 
 
-class _FastRows:
+class _FastRows(ABC):
     """Work buffers, the target's logit, and the routines to turn to when a block does not suit."""
 
     def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor, slower: RowRoutines) -> None:
@@ -76,16 +77,17 @@ class _FastRows:
         if coefficients.unused is not None:
             out_RV.masked_fill_(coefficients.unused.unsqueeze(-1), 0.0)
 
+    @abstractmethod
     def _fast_stats(
         self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
     ) -> RowStats | None:
         """None if this block does not suit."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _fast_gradient(
         self, coefficients: RowCoefficients, index_R: Tensor | None, dense: Tensor | None, out_RV: Tensor
     ) -> None:
-        raise NotImplementedError
+        """Of the block that was measured last."""
 
     def argument_gradients(self) -> list[Tensor]:
         return self.slower.argument_gradients()
