@@ -264,15 +264,16 @@ def test_the_kernel_of_few_tokens(
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("classes", [50_304, 128_256])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_the_kernels_of_many_given_logits(
-    classes: int, dtype: torch.dtype, function: str, launches: list[Launch], tmp_path: Path
+    z_loss: float, classes: int, dtype: torch.dtype, function: str, launches: list[Launch], tmp_path: Path
 ) -> None:
     from sigsoftmax.backends.triton import plans
 
     member = OutputFunction(function)
     logits = torch.empty(8192, classes, dtype=dtype, device="meta", requires_grad=True)
     target = torch.empty(8192, dtype=torch.int64, device="meta")
-    options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": 0.0, "chunk_bytes": 1}
+    options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": z_loss, "chunk_bytes": 1}
     options |= {"dtype": dtype, "product_dtype": dtype}
     plan = plans.plan_of(member.form, member.arguments(), logits, None, None, target, **options)
     assert plan is not None
