@@ -13,7 +13,8 @@ from sigsoftmax.experiments.run_times import RunTimes
 from sigsoftmax.lm.training import Diverged
 from sigsoftmax.records import read
 
-SECONDS = ("train_epoch", "finetune_epoch", "dynamic_statistics", "dynamic_point", "dynamic_test", "rank")
+SECONDS = ("train_epoch", "finetune_epoch", "evaluation", "dynamic_statistics", "dynamic_point", "dynamic_test", "rank")
+TIMES = RunTimes(**dict.fromkeys(("parameters", "dynamic_points"), 2), **dict.fromkeys(SECONDS, 1.0))
 
 
 def config_in(folder, **options):
@@ -38,8 +39,7 @@ def reproduced(config):
 @pytest.fixture(autouse=True)
 def _times_are_given(monkeypatch):
     """Measured for the first reproduction, which is made before this, and not again."""
-    times = RunTimes(**dict.fromkeys(("parameters", "dynamic_points"), 2), **dict.fromkeys(SECONDS, 1.0))
-    monkeypatch.setattr(reproduce, "measure_times", lambda *_: times)
+    monkeypatch.setattr(reproduce, "measure_times", lambda *_: TIMES)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,58 @@ def test_a_run_that_diverges_is_left_behind(tmp_path, monkeypatch):
     assert (runs[0].finetuning().path / "spectrum.jsonl").is_file()
 
 
+def test_a_time_too_short_for_an_epoch_is_refused_before_anything_starts(tmp_path):
+    config = config_in(tmp_path, minutes=0.01)
+    with pytest.raises(ValueError, match=r"enough for one epoch: the next of tiny-softmax, seed 141 takes about 1.0 s"):
+        run(config, lambda _: None)
+    assert not config.out.exists()
+
+
+def test_a_plan_for_the_time_is_said_before_it_starts(tmp_path):
+    said, _ = reproduced(config_in(tmp_path, minutes=100.0, dry_run=True))
+    assert said[1].startswith("In 1 h 37 min there is time for:\n  training: all 8 epochs left of all runs")
+    assert "these give way, the first first: finetuning beyond" in said[1]
+
+
+def test_the_end_of_the_time_stops_at_a_checkpoint_and_the_next_command_ends_the_same(done, tmp_path, monkeypatch):
+    _, straight, _ = done
+    config = config_in(tmp_path, minutes=1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(reproduce, "usable_seconds", lambda minutes: -1.0)
+        patched.setattr(reproduce, "check_long_enough", lambda left, seconds: None)
+        said, _ = reproduced(config)
+    assert said[-1].startswith("The 1 minutes are over")
+    first = config.runs()[0]
+    assert (first.path / "last.safetensors").is_file()
+    assert not (first.path / "evaluations.jsonl").exists()
+    again, _ = reproduced(dataclasses.replace(config, minutes=None))
+    assert again[-1].splitlines()[1:] == straight[-1].splitlines()[1:]
+
+
+def test_finetuning_that_ends_by_its_share_of_the_time_is_evaluated_as_it_is(tmp_path, monkeypatch):
+    changes = tuple(change for change in SINGLE if not change.startswith("finetuning.epochs"))
+    config = config_in(tmp_path, seeds=1, heads=("softmax",), minutes=100.0, changes=(*changes, "finetuning.epochs=40"))
+    planned = reproduce.TimePlan.of
+
+    def with_no_time_for_all_epochs(left, seconds):
+        plan = planned(left, seconds)
+        if not plan.finetune_seconds:
+            return plan
+        return dataclasses.replace(plan, finetune_seconds=0.0, dropped=("epochs of finetuning",))
+
+    monkeypatch.setattr(reproduce.TimePlan, "of", with_no_time_for_all_epochs)
+    said, _ = reproduced(config)
+    [one] = config.runs()
+    assert any(text.startswith("Ended by its share of the time: tiny-softmax, seed 141, finetuning") for text in said)
+    tuned = one.finetuning().path
+    assert kinds(tuned / "evaluations.jsonl") == ["evaluation"] * 3
+    assert len(kinds(tuned / "dynamic.jsonl")) == 4
+    assert any("minutes are over" in text for text in said)
+    # It goes on from where it was.
+    monkeypatch.undo()
+    assert reproduce.Left.of(one, TIMES, reproduce.steps_of(config.published)).finetune_most > 0.0
+
+
 def test_published_tables_name_all_heads_and_both_corpora():
     names = [recipe.name for recipe in ReproduceConfig(table="table3").recipes()]
     heads = ("softmax", "relu", "sigmoid", "sigsoftmax", "mos", "moss")
@@ -141,6 +193,9 @@ def test_published_tables_name_all_heads_and_both_corpora():
         ({"seeds": 0}, "seeds must be at least 1"),
         ({"setting": "ptbb"}, "setting must be one of"),
         ({"heads": ("softmx",)}, "did you mean"),
+        ({"minutes": 0.0}, "--minutes must be a positive number, got 0"),
+        ({"minutes": -1.0}, "--minutes must be a positive number, got -1"),
+        ({"minutes": float("nan")}, "--minutes must be a positive number, got nan"),
     ],
 )
 def test_bad_settings_are_refused(options, message, tmp_path):

@@ -12,6 +12,7 @@ from sigsoftmax.experiments.runs import chosen_recipes, planned_runs
 from sigsoftmax.records import paper
 
 TIMES = RunTimes(
+    evaluation=0.0,
     parameters=24_221_600,
     train_epoch=10.0,
     finetune_epoch=11.0,

@@ -11,6 +11,7 @@ from tests.lm.runs import assert_same_end, epochs_of
 
 from sigsoftmax.experiments.evaluate import evaluate_best
 from sigsoftmax.experiments.training_runs import train_runs
+from sigsoftmax.lm.interruption import OutOfTime
 from sigsoftmax.lm.training import Diverged
 
 
@@ -49,6 +50,21 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     assert ended(runs, resources, lambda *at: seen.append(at)) == first
     assert not seen
     assert {path: path.read_bytes() for path in runs[0].path.iterdir()} == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_at_the_end_of_the_time_all_save_and_go_on_later_in_the_same_bits(at_once, tmp_path):
+    straight = small_runs(tmp_path / "straight", "tiny-softmax", "tiny-gss-0")
+    ended(straight, small_resources(tmp_path / "straight"))
+    runs = small_runs(tmp_path / "stopped", "tiny-softmax", "tiny-gss-0")
+    resources = small_resources(tmp_path / "stopped", at_once=at_once)
+    with pytest.raises(OutOfTime):
+        list(train_runs(runs, resources, evaluate_best, until=time.monotonic()))
+    assert not any((run.path / "evaluations.jsonl").exists() for run in runs)
+    ended(runs, small_resources(tmp_path / "stopped"))
+    for one, other in zip(straight, runs, strict=True):
+        assert (one.path / "best.safetensors").read_bytes() == (other.path / "best.safetensors").read_bytes()
 
 
 def test_a_run_that_diverges_stops_alone_and_is_named(tmp_path):

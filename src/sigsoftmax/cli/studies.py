@@ -125,6 +125,12 @@ def _add_reproduce(verbs: Verbs) -> None:
     reproduce.add_argument("--heads", type=heads, default=(), metavar="HEADS", help="some of the table (default: all)")
     reproduce.add_argument("--setting", metavar="NAME", help="other recipes than the table's, as tiny or language")
     reproduce.add_argument("--dry-run", action="store_true", help="print the plan alone")
+    reproduce.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="of wall time: do what fits, in a plan that is printed first, and stop at a checkpoint",
+    )
     add_changes(reproduce, "every recipe alike")
     add_out(reproduce, "runs", "runs")
     add_resources(reproduce)
@@ -142,6 +148,7 @@ def _reproduce(arguments: argparse.Namespace) -> None:
         out=arguments.out,
         resources=resources(arguments),
         dry_run=arguments.dry_run,
+        minutes=arguments.minutes,
     )
     run(config, say, progress)
 

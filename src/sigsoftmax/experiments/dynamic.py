@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sigsoftmax.experiments.display import duration_text, perplexity_text
 from sigsoftmax.experiments.runs import Resources, checkpoint_file, text_of
+from sigsoftmax.lm.config import DynamicEvaluationConfig
 from sigsoftmax.lm.data import Corpus, Split
 from sigsoftmax.lm.dynamic_evaluation import DynamicEvaluation, DynamicProgress, GradientStatistics, adapt
 from sigsoftmax.lm.dynamic_rates import Rates
@@ -80,12 +81,16 @@ def search_grid(
     corpus: Corpus | None,
     resources: Resources,
     *,
+    settings: DynamicEvaluationConfig | None = None,
     limit: int | None = None,
     say: Say = lambda _: None,
     progress: Say = lambda _: None,
 ) -> GridSearch:
-    """The grid of the model's recipe on validation, then test; runs that are on record are not made again."""
-    subject = _Subject(checkpoint, corpus, resources)
+    """The grid of the model's recipe on validation, then test; runs that are on record are not made again.
+
+    ``settings`` replaces those of the recipe, as a part of its grid.
+    """
+    subject = _Subject(checkpoint, corpus, resources, settings)
     known, watch = known_runs(checkpoint), _Watch(say, progress)
 
     def keep(result: DynamicEvaluation) -> None:
@@ -135,12 +140,18 @@ def known_runs(checkpoint: Path) -> list[DynamicEvaluation]:
 class _Subject:
     """A model, its text, and where what it does is recorded."""
 
-    def __init__(self, checkpoint: Path, corpus: Corpus | None, resources: Resources) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        corpus: Corpus | None,
+        resources: Resources,
+        settings: DynamicEvaluationConfig | None = None,
+    ) -> None:
         self.device = resolve_device(resources.device)
         self.loaded = load_model(checkpoint, device=self.device)
         self.corpus = corpus or text_of(self.loaded, resources)
         check_same_corpus(self.loaded.meta, self.corpus, checkpoint)
-        self.settings = self.loaded.recipe.dynamic_evaluation
+        self.settings = settings or self.loaded.recipe.dynamic_evaluation
         self.records = checkpoint.parent / FILE
         self._precision = resources.precision
 

@@ -14,12 +14,13 @@ from sigsoftmax.experiments.ranks import known_spectrum
 from sigsoftmax.experiments.run_times import RunTimes
 from sigsoftmax.experiments.runs import Run
 from sigsoftmax.lm.dynamic_search import grid
+from sigsoftmax.lm.optimization import NonMonotonicTrigger
 from sigsoftmax.records import paper, read
 from sigsoftmax.records.paper import PublishedTable, Stage
 from sigsoftmax.records.training import EpochRecord
 from sigsoftmax.report.statistics import Gap, Sample
 
-__all__ = ["Step", "describe_plan", "power_lines", "steps_of"]
+__all__ = ["Left", "Step", "describe_plan", "power_lines", "steps_of"]
 
 Step = Literal["train", "finetune", "dynamic evaluation", "ranks"]
 STEPS: tuple[Step, ...] = ("train", "finetune", "dynamic evaluation", "ranks")
@@ -34,42 +35,81 @@ def steps_of(table: PublishedTable) -> tuple[Step, ...]:
     return STEPS if table.stages else ("train", "finetune", "ranks")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Left:
-    """Seconds that a run still needs: what is on record is done."""
+    """What a run still needs, in seconds where nothing else is said: what is on record is done."""
 
-    train: float
+    train_epochs: int
+    train_epoch: float
     finetune_least: float
+    """epochs before which the rule that ends finetuning cannot fire, or all of them without that rule"""
     finetune_most: float
-    dynamic: float
+    finetune_epoch: float
+    evaluation: float
+    """of the trained and of the finetuned weights"""
+    points: int
+    """of the grid of dynamic evaluation"""
+    dynamic_point: float
+    dynamic_besides: float
+    """the statistics before the grid and the test text after it"""
     rank: float
+
+    @property
+    def train(self) -> float:
+        return self.train_epochs * self.train_epoch
+
+    @property
+    def dynamic(self) -> float:
+        return self.dynamic_besides + self.points * self.dynamic_point
 
     @classmethod
     def of(cls, run: Run, times: RunTimes, steps: Sequence[Step]) -> Left:
         finetuned = run.finetuning()
         least = run.recipe.finetuning.patience + 2 if run.recipe.finetuning.stop_when_stale else finetuned.epochs
-        done = _epochs_done(finetuned)
-        is_finetuned = (finetuned.path / "evaluations.jsonl").is_file()
-        points = len(known_runs(finetuned.best)) if is_finetuned else 0
+        training, finetuning = _Epochs.of(run), _Epochs.of(finetuned)
+        has_evaluations = (finetuned.path / "evaluations.jsonl").is_file()
+        is_finetuned = finetuning.ended and has_evaluations
         all_points = len(grid(run.recipe.dynamic_evaluation))
-        dynamic = 0.0
-        if "dynamic evaluation" in steps and points <= all_points:
-            dynamic = times.dynamic - min(points, all_points) * times.dynamic_point
+        known = len(known_runs(finetuned.best)) if is_finetuned else 0
+        # The winner is recorded once more as chosen, and test after it.
+        is_searched = "dynamic evaluation" not in steps or known > all_points
         has_rank = is_finetuned and known_spectrum(finetuned.best) is not None
+        epochs_least = 0 if is_finetuned else max(min(least, finetuned.epochs) - finetuning.done, 0)
+        epochs_most = 0 if is_finetuned else max(finetuned.epochs - finetuning.done, 0)
         return cls(
-            train=max(run.epochs - _epochs_done(run), 0) * times.train_epoch,
-            finetune_least=0.0 if is_finetuned else max(min(least, finetuned.epochs) - done, 0) * times.finetune_epoch,
-            finetune_most=0.0 if is_finetuned else max(finetuned.epochs - done, 0) * times.finetune_epoch,
-            dynamic=dynamic,
+            train_epochs=max(run.epochs - training.done, 0),
+            train_epoch=times.train_epoch,
+            finetune_least=epochs_least * times.finetune_epoch,
+            finetune_most=epochs_most * times.finetune_epoch,
+            finetune_epoch=times.finetune_epoch,
+            evaluation=times.evaluation * (2 - (run.path / "evaluations.jsonl").is_file() - is_finetuned),
+            points=0 if is_searched else all_points - min(known, all_points),
+            dynamic_point=times.dynamic_point,
+            dynamic_besides=0.0 if is_searched else times.dynamic_statistics + times.dynamic_test,
             rank=times.rank if "ranks" in steps and not has_rank else 0.0,
         )
 
 
-def _epochs_done(run: Run) -> int:
-    path = run.path / "records.jsonl"
-    if not path.is_file():
-        return 0
-    return sum(record.kind == EpochRecord.KIND for record in read(path, malformed="skip"))
+@dataclass(frozen=True)
+class _Epochs:
+    """The epochs of one phase that are on record."""
+
+    done: int
+    ended: bool
+    """whether the phase has come to its end, by the number of its epochs or because it was stale"""
+
+    @classmethod
+    def of(cls, run: Run) -> _Epochs:
+        path = run.path / "records.jsonl"
+        if not path.is_file():
+            return cls(0, False)
+        config = run.recipe.training if run.phase == "train" else run.recipe.finetuning
+        trigger, stale, done = NonMonotonicTrigger(config.patience), False, 0
+        for record in read(path, malformed="skip"):
+            if record.kind == EpochRecord.KIND:
+                done += 1
+                stale = trigger.fires(record.payload_as(EpochRecord).valid_loss_over_rows)
+        return cls(done, done >= run.epochs or (config.stop_when_stale and stale))
 
 
 def describe_plan(
@@ -79,7 +119,7 @@ def describe_plan(
     left = {run: Left.of(run, times[run.recipe.name], steps) for run in runs}
     recipes = {run.recipe.name: [other for other in runs if other.recipe.name == run.recipe.name] for run in runs}
     hours = "GPU-hours" if device.startswith("cuda") else "hours"
-    fixed = sum(one.train + one.dynamic + one.rank for one in left.values())
+    fixed = sum(one.train + one.evaluation + one.dynamic + one.rank for one in left.values())
     least = fixed + sum(one.finetune_least for one in left.values())
     most = fixed + sum(one.finetune_most for one in left.values())
     total = _range(least, most)

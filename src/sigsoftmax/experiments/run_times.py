@@ -1,6 +1,6 @@
 """How long the parts of a run take on this machine: a few updates, a few windows, one matrix product.
 
-Shapes: R rows, B columns.
+Shapes: L tokens of a text, R rows, B columns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sigsoftmax.experiments.runs import Resources
 from sigsoftmax.lm.config import Recipe, TrainingConfig
@@ -46,6 +47,8 @@ class RunTimes:
     parameters: int
     train_epoch: float
     finetune_epoch: float
+    evaluation: float
+    """of a trained model on validation and test, in as many columns as are recorded"""
     dynamic_statistics: float
     dynamic_point: float
     """one point of the grid on validation"""
@@ -64,7 +67,8 @@ def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTi
     with _threads_of_a_run(resources, device) as sharing:
         update, model = _update_seconds(recipe, corpus, resources, device)
         update /= sharing
-        validation = _validation_seconds(recipe, corpus, model) / sharing
+        validation = _evaluation_seconds(model, corpus.valid, recipe.training.evaluation_batch) / sharing
+        one_column = _evaluation_seconds(model, corpus.valid, 1) / sharing
         statistics, dynamic = _dynamic_seconds(recipe, corpus, model, resources)
 
     def epoch(config: TrainingConfig) -> float:
@@ -80,6 +84,7 @@ def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTi
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         train_epoch=epoch(recipe.training),
         finetune_epoch=epoch(recipe.finetuning),
+        evaluation=validation + one_column * (1.0 + corpus.test.numel() / corpus.valid.numel()),
         dynamic_statistics=statistics * training_windows,
         dynamic_point=dynamic * windows["valid"],
         dynamic_points=len(grid(settings)),
@@ -170,13 +175,14 @@ def _update_seconds(
     return _timed(all_of_them, device) / lanes, probes[0].model
 
 
-def _validation_seconds(recipe: Recipe, corpus: Corpus, model: LanguageModel) -> float:
+def _evaluation_seconds(model: LanguageModel, ids_L: Tensor, batch: int) -> float:
+    """Seconds of one static evaluation of a text in that many columns, from its first windows."""
     device = model.embedding.device
-    valid_RB = batchify(corpus.valid, recipe.training.evaluation_batch)
-    windows = -(-(valid_RB.shape[0] - 1) // WINDOW)
+    text_RB = batchify(ids_L, batch)
+    windows = -(-(text_RB.shape[0] - 1) // WINDOW)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with nullcontext() if stream is None else torch.cuda.stream(stream):
-        evaluator = Evaluator(model, valid_RB)
+        evaluator = Evaluator(model, text_RB)
         few = min(windows, 4)
         seconds = _timed(lambda: list(islice(evaluator.launch(), few)), device, warm_up=1, most=3)
     return seconds / few * windows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from sigsoftmax.lm.config import Recipe
 from sigsoftmax.records.training import EvaluationRecord
 from sigsoftmax.report.statistics import Sample
 
-__all__ = ["FinetuneConfig", "TrainConfig", "Trained", "finetune", "run", "train_and_evaluate"]
+__all__ = ["FinetuneConfig", "TrainConfig", "Trained", "finetune", "result_lines", "run", "train_and_evaluate"]
 
 Say = Callable[[str], None]
 Trained = dict[Run, list[EvaluationRecord]]
@@ -72,16 +73,27 @@ def _say_nothing(text: str) -> None:
 
 
 def train_and_evaluate(
-    runs: Sequence[Run], resources: Resources, display: Display, say: Say, *watchers: Watcher
+    runs: Sequence[Run],
+    resources: Resources,
+    display: Display,
+    say: Say,
+    *watchers: Watcher,
+    until: float = math.inf,
 ) -> Iterator[tuple[Run, list[EvaluationRecord]]]:
-    """Every run with its evaluations, said as each ends."""
-    for run, evaluations in train_runs(runs, resources, evaluate_best, watching(display, *watchers)):
+    """Every run with its evaluations, said as each ends. ``until``: see :func:`train_runs`."""
+    watch = watching(display, *watchers)
+    for run, evaluations in train_runs(runs, resources, evaluate_best, watch, until=until):
         display.ended(run)
-        epoch = evaluations[0].epoch
-        best = f"epoch {epoch} was the best" if epoch else "no epoch was better than the start"
-        lines = "".join(f"\n  {evaluation_line(evaluation)}" for evaluation in evaluations)
-        say(f"{run.name}: {best}; {run.best}{lines}")
+        say(result_lines(run, evaluations))
         yield run, evaluations
+
+
+def result_lines(run: Run, evaluations: Sequence[EvaluationRecord]) -> str:
+    """Which epoch of a run was the best, and what its weights are worth."""
+    epoch = evaluations[0].epoch
+    best = f"epoch {epoch} was the best" if epoch else "no epoch was better than the start"
+    lines = "".join(f"\n  {evaluation_line(evaluation)}" for evaluation in evaluations)
+    return f"{run.name}: {best}; {run.best}{lines}"
 
 
 def seeds_table(trained: Trained) -> str:

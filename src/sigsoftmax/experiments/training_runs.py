@@ -6,6 +6,7 @@ of torchrun have made it together, the first one does it and tells the others.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -23,7 +24,7 @@ import torch
 from sigsoftmax.experiments.joined import started_processes
 from sigsoftmax.experiments.runs import Resources, Run
 from sigsoftmax.lm.data import Corpus
-from sigsoftmax.lm.interruption import SoftStop
+from sigsoftmax.lm.interruption import OutOfTime, SoftStop
 from sigsoftmax.lm.training import PART, Diverged, Progress, Trainer, run_together
 
 __all__ = ["After", "Watch", "train_runs"]
@@ -39,12 +40,17 @@ LOOK_SECONDS = 0.1
 
 
 def train_runs(
-    runs: Sequence[Run], resources: Resources, after: After[T], watch: Watch = lambda *_: None
+    runs: Sequence[Run],
+    resources: Resources,
+    after: After[T],
+    watch: Watch = lambda *_: None,
+    *,
+    until: float = math.inf,
 ) -> Iterator[tuple[Run, T]]:
     """Train all runs, each from where it was left, and yield each with what ``after`` makes of it.
 
-    Asked to stop, all save and KeyboardInterrupt is raised. A run that diverges stops alone; that is raised when the
-    others have ended.
+    Asked to stop, all save and KeyboardInterrupt is raised; at ``until``, a time of the monotonic clock, all save and
+    OutOfTime is raised. A run that diverges stops alone; that is raised when the others have ended.
     """
     if find_spec("safetensors") is None:
         raise ValueError("runs are kept with safetensors: pip install 'sigsoftmax[lm]'")
@@ -56,15 +62,17 @@ def train_runs(
     if resources.parallel is not None:
         after = _by_the_first(after)
     if resources.at_once > 1 and len(runs) > 1 and torch.device(resources.device).type == "cpu":
-        yield from _in_processes(runs, resources, after, watch)
+        yield from _in_processes(runs, resources, after, watch, until)
     else:
-        yield from _in_turns(runs, resources, after, watch)
+        yield from _in_turns(runs, resources, after, watch, until)
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-def _in_turns(runs: Sequence[Run], resources: Resources, after: After[T], watch: Watch) -> Iterator[tuple[Run, T]]:
+def _in_turns(
+    runs: Sequence[Run], resources: Resources, after: After[T], watch: Watch, until: float
+) -> Iterator[tuple[Run, T]]:
     corpora = _Corpora(resources)
     waiting, errors = deque(runs), list[Diverged]()
     while waiting:
@@ -81,11 +89,17 @@ def _in_turns(runs: Sequence[Run], resources: Resources, after: After[T], watch:
             for trainer in run_together(
                 list(together),
                 lambda trainer, progress, together=together: watch(together[trainer], progress),  # type: ignore[misc]
+                until=until,
             ):
                 run = left.pop(trainer)
                 yield run, after(run, corpora[run], resources)
         except Diverged as error:
             errors.append(Diverged(f"{' and '.join(run.name for run in left.values())}: {error}"))
+        except OutOfTime:
+            # A run that broke is told first: whoever gave the time knows by the clock that it is over.
+            if errors:
+                break
+            raise
     if errors:
         raise errors[0]
 
@@ -113,7 +127,9 @@ class _Corpora:
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
-def _in_processes(runs: Sequence[Run], resources: Resources, after: After[T], watch: Watch) -> Iterator[tuple[Run, T]]:
+def _in_processes(
+    runs: Sequence[Run], resources: Resources, after: After[T], watch: Watch, until: float
+) -> Iterator[tuple[Run, T]]:
     for name in {run.recipe.corpus for run in runs}:
         # A corpus that is missing is told before processes are started.
         resources.corpus(name)
@@ -133,6 +149,8 @@ def _in_processes(runs: Sequence[Run], resources: Resources, after: After[T], wa
                     watch(*told.get())
                 if asked.asked:
                     raise KeyboardInterrupt
+                if futures.keys() - done and time.monotonic() >= until:
+                    raise errors[0] if errors else OutOfTime
                 for future in done:
                     run = futures.pop(future)
                     try:

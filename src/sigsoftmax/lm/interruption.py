@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM ask a run to stop where its state is whole; a second Ctrl-C stops it at once."""
+"""Reasons to stop a run where its state is whole: Ctrl-C and SIGTERM, or the end of the time it was given.
+
+A second Ctrl-C stops it at once.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["SoftStop"]
+__all__ = ["OutOfTime", "SoftStop"]
+
+
+class OutOfTime(Exception):
+    """The time that was given is over; all that was measured so far is on disk."""
 
 
 class SoftStop:

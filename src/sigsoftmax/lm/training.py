@@ -30,7 +30,7 @@ from sigsoftmax.lm import checkpoints
 from sigsoftmax.lm.config import Precision, Recipe, TrainingConfig
 from sigsoftmax.lm.data import Corpus, WindowLengths, batchify
 from sigsoftmax.lm.evaluation import Evaluation, Evaluator
-from sigsoftmax.lm.interruption import SoftStop
+from sigsoftmax.lm.interruption import OutOfTime, SoftStop
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd, NonMonotonicTrigger
 from sigsoftmax.lm.parallel import Kind, divided
@@ -468,11 +468,14 @@ def _difference(theirs: Any, ours: Any, where: str = "") -> str:
     return f"{where or 'it'} is {theirs!r} there and {ours!r} here"
 
 
-def run_together(trainers: Sequence[Trainer], watch: Callable[[Trainer, Progress], None]) -> Iterator[Trainer]:
+def run_together(
+    trainers: Sequence[Trainer], watch: Callable[[Trainer, Progress], None], *, until: float = math.inf
+) -> Iterator[Trainer]:
     """Advance several runs in turns, which share one device; yields each as it ends.
 
-    Asked to stop, each goes on to where its state is whole and saves; then KeyboardInterrupt is raised. One that
-    diverges stops alone; the error is raised when the others have ended.
+    Asked to stop, each goes on to where its state is whole and saves; then KeyboardInterrupt is raised. ``until`` is a
+    time of the monotonic clock at which they stop in the same way, and OutOfTime is raised. One that diverges stops
+    alone; the error is raised when the others have ended.
     """
     running, diverged, stopped = list(trainers), list[Diverged](), False
     with SoftStop() as stop:
@@ -492,13 +495,15 @@ def run_together(trainers: Sequence[Trainer], watch: Callable[[Trainer, Progress
                 if progress is not None:
                     idle = False
                     watch(trainer, progress)
-                    if trainer.agreed(stop.asked):
+                    if trainer.agreed(stop.asked or time.monotonic() >= until):
                         trainer.save()
                         running.remove(trainer)
                         stopped = True
             if idle:
                 time.sleep(1e-4)
-    if trainers and trainers[0].agreed(stop.asked or stopped):
+    if trainers and trainers[0].agreed(stop.asked):
         raise KeyboardInterrupt
+    if stopped:
+        raise OutOfTime
     if diverged:
         raise diverged[0]

@@ -353,7 +353,8 @@ def grid_table(title: str, records: Sequence[DynamicEvaluationRecord], looks: Lo
         runs.setdefault(record.run, []).append(record)
     rows = []
     for run, points in runs.items():
-        chosen = next((p for p in points if p.chosen), None)
+        # A part of the grid may have been searched before the whole.
+        chosen = next((p for p in reversed(points) if p.chosen), None)
         tried = [p for p in points if p.split == "valid"]
         if chosen is None:
             continue
