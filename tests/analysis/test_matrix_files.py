@@ -211,3 +211,82 @@ def test_the_spectrum_of_a_path(tmp_path):
     saved_files(tmp_path)
     found = streamed_spectrum(str(tmp_path / "c.npy"), SpectrumOptions(method="exact"))
     assert found.source == "c.npy"
+
+
+# --- files that others write ------------------------------------------------------------------------------------------
+
+
+def replace_by_another(folder):
+    """Put files of other numbers, and of half as many contexts, in the place of :func:`saved_files`, as a writer does."""
+    new = folder / "new"
+    new.mkdir()
+    other = log_probs()[: CONTEXTS // 2].numpy() - 7.0
+    np.save(new / "c.npy", other)
+    np.savez(new / "plain.npz", other=np.zeros(3), log_p=other)
+    save_safetensors(new / "m.safetensors", {"log_p": ("F64", other)})
+    torch.save(torch.from_numpy(other), new / "m.pt")
+    (new / "m.f64").write_bytes(other.tobytes())
+    for file in new.iterdir():
+        file.replace(folder / file.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("c.npy", {}),
+        ("m.safetensors", {"name": "log_p"}),
+        ("m.f64", {"dtype": torch.float64, "shape": (None, WORDS)}),
+        ("plain.npz", {"name": "log_p"}),
+    ],
+)
+def test_a_file_that_is_replaced_after_its_header_was_read_is_read_as_it_was(name, arguments, tmp_path, monkeypatch):
+    from sigsoftmax.analysis import matrix_files
+
+    saved_files(tmp_path)
+    mapped = matrix_files._mapped
+
+    def replaced_before(*given):
+        replace_by_another(tmp_path)
+        return mapped(*given)
+
+    monkeypatch.setattr(matrix_files, "_mapped", replaced_before)
+    source = from_file(tmp_path / name, **arguments)
+    if name == "plain.npz":
+        replace_by_another(tmp_path)
+    assert torch.equal(rows(source), log_probs())
+    assert torch.equal(rows(source, 30), log_probs()[30:]), "a second time too"
+
+
+def test_a_file_of_torch_that_is_replaced_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    saved_files(tmp_path)
+    load = torch.load
+
+    def replaced_after(*given, **options):
+        loaded = load(*given, **options)
+        replace_by_another(tmp_path)
+        return loaded
+
+    monkeypatch.setattr(torch, "load", replaced_after)
+    with pytest.raises(ValueError, match=r"m\.pt was replaced while it was read; read it again"):
+        from_file(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
+        '[{"a": 1}]',
+        '{"a": 3}',
+        '{"a": {"dtype": "F64", "shape": ["2", 2], "data_offsets": [0, 32]}}',
+        '{"a": {"dtype": "F64", "shape": [2, 2], "data_offsets": [0]}}',
+        '{"a": {"dtype": ["F64"], "shape": [2, 2], "data_offsets": [0, 32]}}',
+        '{"a": {"dtype": "F64", "shape": [-2, -2], "data_offsets": [0, 32]}}',
+        '{"a": {"dtype": "F64", "shape": [2, 2], "data_offsets": [-8, 24]}}',
+        '{"a": {"dtype": "F64", "shape": [2, 2], "data_offsets": [0, 8]}}',
+    ],
+)
+def test_crafted_headers_are_refused(header, tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(32))
+    with pytest.raises(ValueError, match=r"x\.safetensors is not a \.safetensors file: "):
+        from_file(path)

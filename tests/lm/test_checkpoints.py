@@ -14,6 +14,7 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.lm.crafted import write_crafted
 
 from sigsoftmax.lm.checkpoints import VERSION_KEY, load, save
 
@@ -169,6 +170,95 @@ def test_the_package_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ValueError, match=r"pip install 'sigsoftmax\[lm\]'"):
         load(tmp_path / "x")
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+DEEP = "[" * 5000 + "]" * 5000
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "message"),
+    [
+        ({"a": 3}, {}, r"its tensor 'a' has the type None, and a checkpoint has F64, F32"),
+        ({"a": F32 | {"dtype": "F8_E8M0"}}, {}, r"has the type 'F8_E8M0'"),
+        ({"a": F32 | {"dtype": ["F32"]}}, {}, r"has the type \['F32'\]"),
+        ({"a": F32 | {"shape": [3]}}, {}, r"its header is malformed \("),
+        ({"a": F32 | {"shape": [-2]}}, {}, r"its header is malformed \("),
+        ({"a": F32 | {"shape": [2**62, 2**62]}}, {}, r"its header is malformed \("),
+        ({"a": F32 | {"data_offsets": [0, 80]}}, {}, r"its header is malformed \("),
+        ({"a": F32, "b": F32}, {}, r"its header is malformed \("),
+        ({"a": {"dtype": "F32"}}, {}, r"its header is malformed \("),
+        ({"a": F32}, {"meta": "[1]"}, r"its meta cannot be read \(it is no JSON object\)"),
+        ({"a": F32}, {"meta": "{"}, r"its meta cannot be read \(Expecting"),
+        ({"a": F32}, {"meta": f'{{"a": {DEEP}}}'}, r"its meta cannot be read \(it is nested deeper than 64 levels\)"),
+        ({"a": F32}, {"meta": f'{{"a": {"[" * 70 + "]" * 70}}}'}, r"nested deeper than 64 levels"),
+        ({"a": F32}, {"meta": f'{{"a": {"9" * 5000}}}'}, r"its meta cannot be read \(Exceeds the limit"),
+        ({"a": F32}, {"bytes": 8}, r"metadata of its header must be texts"),
+        ({"a": F32}, {"bytes": "9"}, r"8 bytes of tensors, and 9 were written"),
+        (f'{{"a": {DEEP}}}', {}, r"no safetensors file, or is damaged"),
+    ],
+)
+def test_crafted_files_with_the_right_checksum_are_refused(tmp_path, entries, options, message):
+    path = tmp_path / "x.safetensors"
+    write_crafted(path, {"a": F32}, bytes(8))
+    assert load(path).tensors["a"].tolist() == [0.0, 0.0], "what is crafted here is refused for what it holds"
+    write_crafted(path, entries, bytes(8), **options)
+    with pytest.raises(ValueError, match=rf"x\.safetensors is.* {message}"):
+        load(path)
+
+
+# --- a file that is replaced while it is read -------------------------------------------------------------------------
+
+
+SAVER = textwrap.dedent("""
+    import sys, torch
+    from sigsoftmax.lm.checkpoints import save
+
+    step = 0
+    while True:
+        step += 1
+        values = torch.full((1000 + step % 3,), float(step))
+        save(sys.argv[1], {"a": values, "step": torch.tensor(step)}, {"step": step})
+        print(step, flush=True)
+""")
+
+
+def test_meta_and_tensors_are_of_one_checkpoint_while_another_process_saves(tmp_path):
+    path = tmp_path / "x.safetensors"
+    seen = set()
+    with subprocess.Popen([sys.executable, "-c", SAVER, str(path)], stdout=subprocess.PIPE, text=True) as saver:
+        try:
+            assert saver.stdout.readline() == "1\n"
+            for _ in range(2000):
+                checkpoint = load(path)
+                step = checkpoint.meta["step"]
+                seen.add(step)
+                assert int(checkpoint.tensors["step"]) == step
+                assert checkpoint.tensors["a"].shape == (1000 + step % 3,)
+                assert bool((checkpoint.tensors["a"] == step).all())
+        finally:
+            saver.kill()
+    assert len(seen) > 10, "the file was replaced while it was read"
+
+
+def test_a_file_is_opened_once(tmp_path, monkeypatch):
+    """A file that is replaced right after it was opened is read as it was then."""
+    path = tmp_path / "x.safetensors"
+    save(path, {"a": torch.zeros(3)}, {"step": 0})
+    real_open = type(path).open
+
+    def replaced_after_opening(self, *arguments, **keywords):
+        file = real_open(self, *arguments, **keywords)
+        if self == path:
+            monkeypatch.setattr(type(path), "open", real_open)
+            save(path, {"a": torch.ones(3)}, {"step": 1})
+        return file
+
+    monkeypatch.setattr(type(path), "open", replaced_after_opening)
+    before = load(path)
+    assert before.meta == {"step": 0}
+    assert before.tensors["a"].tolist() == [0.0] * 3
+    assert load(path).meta == {"step": 1}
 
 
 # --- disks that are no good -----------------------------------------------------------------------------------------

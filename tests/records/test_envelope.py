@@ -145,3 +145,27 @@ def test_a_choice_is_one_of_those_named():
         from_plain(Chosen, {"mode": "quick"}, "settings")
     with pytest.raises(ValueError, match=r"settings\.level must be 1, got \[1\]"):
         from_plain(Chosen, {"level": [1]}, "settings")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 5000 + "]" * 5000, "nested deeper than 64 levels"),
+        ('{"a": ' * 65 + "1" + "}" * 65, "nested deeper than 64 levels"),
+        ("[" * 100_000, "nested deeper than 64 levels"),
+        ("9" * 5000, "Exceeds the limit"),
+    ],
+)
+def test_lines_that_python_does_not_read_are_named_too(text, message, tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n" + text + "\n")
+    with pytest.raises(ValueError, match=rf"records\.jsonl:2: not a record: .*{message}"):
+        list(read(path))
+    append(path, Record.of(PAYLOAD))
+    with pytest.warns(UserWarning, match=message):
+        assert len(list(read(path, malformed="skip"))) == 1
+
+
+def test_an_integer_that_no_float_can_hold_is_refused():
+    with pytest.raises(ValueError, match="seconds is an integer that no float can hold: 1000"):
+        from_plain(float, 10**400, "seconds")

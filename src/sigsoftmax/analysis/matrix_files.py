@@ -1,22 +1,23 @@
 """Matrices in files: .npy, .npz, .safetensors, .pt and raw numbers, read in blocks and never as a whole.
 
 A file that is shorter than it says is refused, with the bytes that were expected and found; ``truncated="keep"`` takes
-the contexts that are there.
+the contexts that are there. A file is opened once, so that header and numbers belong together even if another process
+replaces it meanwhile.
 
 Shapes: M words, T contexts.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import struct
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sigsoftmax.analysis.matrix_sources import Block, MatrixSource, from_array, from_blocks
+from sigsoftmax.records.envelope import from_plain
+from sigsoftmax.records.parsing import parse_json
 
 __all__ = ["as_source", "from_file"]
 
@@ -84,13 +87,14 @@ def from_file(
         return _npz_source(path, name, contexts_axis, text)
     if suffix in (".pt", ".pth"):
         return from_array(_torch_tensor(path, name), contexts_axis=contexts_axis, description=text)
-    if suffix == ".npy":
-        stored = _npy_header(path)
-    elif suffix == ".safetensors":
-        stored = _safetensors_header(path, name)
-    else:
-        stored = _raw(path, dtype, shape)
-    matrix = _mapped(stored, contexts_axis, truncated)
+    with path.open("rb") as file:
+        if suffix == ".npy":
+            stored = _npy_header(path, file)
+        elif suffix == ".safetensors":
+            stored = _safetensors_header(path, file, name)
+        else:
+            stored = _raw(path, file, dtype, shape)
+        matrix = _mapped(file, stored, contexts_axis, truncated)
     return from_array(matrix, contexts_axis=contexts_axis, description=text)
 
 
@@ -109,7 +113,11 @@ def as_source(matrix: Any) -> MatrixSource:
     )
 
 
-def _mapped(stored: StoredMatrix, contexts_axis: int, truncated: Truncated) -> Tensor:
+def _size(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _mapped(file: BinaryIO, stored: StoredMatrix, contexts_axis: int, truncated: Truncated) -> Tensor:
     """The matrix, mapped: nothing is read before it is used, and the file cannot be changed through it."""
     _check_matrix(stored.path, stored.shape)
     if stored.big_endian:
@@ -117,7 +125,7 @@ def _mapped(stored: StoredMatrix, contexts_axis: int, truncated: Truncated) -> T
             f"{stored.path} holds big-endian numbers, which torch cannot map; convert it with "
             "numpy.save(new, numpy.load(old).astype('<f8'))"
         )
-    shape, found = list(stored.shape), stored.path.stat().st_size
+    shape, found = list(stored.shape), _size(file)
     # A cut shortens the axis that varies slowest.
     outer = 1 if stored.fortran_order else 0
     if found < stored.expected_bytes:
@@ -134,7 +142,7 @@ def _mapped(stored: StoredMatrix, contexts_axis: int, truncated: Truncated) -> T
     order: Literal["C", "F"] = "F" if stored.fortran_order else "C"
     kind = np.dtype(STORED_AS[stored.dtype]).newbyteorder("<")
     # Copy on write: torch wants memory that could be written to.
-    mapped = np.memmap(stored.path, kind, "c", stored.offset, tuple(shape), order)
+    mapped = np.memmap(file, kind, "c", stored.offset, tuple(shape), order)
     tensor = torch.from_numpy(mapped)
     return tensor.view(torch.bfloat16) if stored.dtype == torch.bfloat16 else tensor
 
@@ -147,10 +155,9 @@ def _check_matrix(path: Path, shape: tuple[int, ...]) -> None:
 # --- numpy ----------------------------------------------------------------------------------------------------------
 
 
-def _npy_header(path: Path) -> StoredMatrix:
-    with path.open("rb") as file:
-        shape, fortran_order, kind = _read_npy_header(path, file)
-        return StoredMatrix(path, file.tell(), shape, _torch_dtype(path, kind), _is_big_endian(kind), fortran_order)
+def _npy_header(path: Path, file: BinaryIO) -> StoredMatrix:
+    shape, fortran_order, kind = _read_npy_header(path, file)
+    return StoredMatrix(path, file.tell(), shape, _torch_dtype(path, kind), _is_big_endian(kind), fortran_order)
 
 
 def _read_npy_header(path: Path, file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -177,11 +184,12 @@ def _is_big_endian(kind: np.dtype[Any]) -> bool:
 def _npz_source(path: Path, name: str | None, contexts_axis: int, text: str) -> MatrixSource:
     """A member of an archive is read forward, compressed or not."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = [entry.removesuffix(".npy") for entry in archive.namelist()]
-            member = _chosen(path, name, members)
-            with archive.open(f"{member}.npy") as file:
-                shape, fortran_order, kind = _read_npy_header(path, file)
+        # Stays open as long as the source is used; each pass over the blocks has a position of its own.
+        archive = zipfile.ZipFile(path)
+        members = [entry.removesuffix(".npy") for entry in archive.namelist()]
+        member = _chosen(path, name, members)
+        with archive.open(f"{member}.npy") as file:
+            shape, fortran_order, kind = _read_npy_header(path, file)
     except zipfile.BadZipFile as error:
         raise ValueError(
             f"{path} cannot be read as .npz: {error}. It has {path.stat().st_size} bytes, and is probably truncated: "
@@ -200,7 +208,7 @@ def _npz_source(path: Path, name: str | None, contexts_axis: int, text: str) -> 
     def blocks(start: int) -> Iterator[Block]:
         row_bytes = words * kind.itemsize
         step = max(1, READ_BYTES // row_bytes)
-        with zipfile.ZipFile(path) as archive, archive.open(f"{member}.npy") as file:
+        with archive.open(f"{member}.npy") as file:
             _read_npy_header(path, file)
             file.seek(start * row_bytes, 1)
             for first in range(start, contexts, step):
@@ -223,34 +231,48 @@ def _npz_source(path: Path, name: str | None, contexts_axis: int, text: str) -> 
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 
-def _safetensors_header(path: Path, name: str | None) -> StoredMatrix:
-    found = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if len(start) < 8 or 8 + length > found:
-            raise ValueError(
-                f"{path} is truncated, or not a .safetensors file: expected {8 + length} bytes of header, found {found}"
-            )
-        try:
-            header = json.loads(file.read(length))
-            tensors = {key: value for key, value in header.items() if key != "__metadata__"}
-            chosen = tensors[_chosen(path, name, list(tensors))]
-            kind, shape, (first, _) = chosen["dtype"], tuple(chosen["shape"]), chosen["data_offsets"]
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not a .safetensors file: {error!r}") from None
+def _safetensors_header(path: Path, file: BinaryIO, name: str | None) -> StoredMatrix:
+    found, start = _size(file), file.read(8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if len(start) < 8 or 8 + length > found:
+        raise ValueError(
+            f"{path} is truncated, or not a .safetensors file: expected {8 + length} bytes of header, found {found}"
+        )
+    try:
+        header = parse_json(file.read(length))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a .safetensors file: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is not a .safetensors file: its header is no JSON object")
+    tensors = {key: value for key, value in header.items() if key != "__metadata__"}
+    chosen = tensors[_chosen(path, name, list(tensors))]
+    try:
+        kind = from_plain(str, chosen["dtype"], "dtype")
+        shape = from_plain(tuple[int, ...], chosen["shape"], "shape")
+        first, end = from_plain(tuple[int, ...], chosen["data_offsets"], "data_offsets")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a .safetensors file: {error!r}") from None
     if kind not in SAFETENSORS_DTYPES:
         raise ValueError(f"{path} holds {kind}; expected one of {', '.join(SAFETENSORS_DTYPES)}")
-    return StoredMatrix(path, 8 + length + first, shape, SAFETENSORS_DTYPES[kind])
+    dtype = SAFETENSORS_DTYPES[kind]
+    if min(first, *shape, 0) < 0 or end - first != math.prod(shape) * dtype.itemsize:
+        raise ValueError(
+            f"{path} is not a .safetensors file: numbers of {kind} and shape {shape} do not lie from byte {first} to "
+            f"{end}"
+        )
+    return StoredMatrix(path, 8 + length + first, shape, dtype)
 
 
 def _torch_tensor(path: Path, name: str | None) -> Tensor:
+    before = path.stat()
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, OSError, EOFError) as error:
-        raise ValueError(
-            f"{path} cannot be read by torch ({path.stat().st_size} bytes; is it truncated?): {error}"
-        ) from None
+        raise ValueError(f"{path} cannot be read by torch ({before.st_size} bytes; is it truncated?): {error}") from None
+    after = path.stat()
+    # torch opens the file twice, for its contents and to map it.
+    if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
+        raise ValueError(f"{path} was replaced while it was read; read it again")
     if isinstance(loaded, dict):
         tensors = {str(key): value for key, value in loaded.items() if isinstance(value, Tensor)}
         loaded = tensors[_chosen(path, name, list(tensors))]
@@ -263,7 +285,9 @@ def _torch_tensor(path: Path, name: str | None) -> Tensor:
 # --- raw ------------------------------------------------------------------------------------------------------------
 
 
-def _raw(path: Path, dtype: torch.dtype | None, shape: tuple[int | None, int] | None) -> StoredMatrix:
+def _raw(
+    path: Path, file: BinaryIO, dtype: torch.dtype | None, shape: tuple[int | None, int] | None
+) -> StoredMatrix:
     if dtype is None or shape is None:
         raise ValueError(
             f"{path} is read as raw numbers, for which dtype and shape must be given, for instance "
@@ -274,7 +298,7 @@ def _raw(path: Path, dtype: torch.dtype | None, shape: tuple[int | None, int] | 
         raise ValueError(f"dtype must be one of {', '.join(map(str, STORED_AS))}, got {dtype}")
     if len(shape) != 2 or shape[1] is None or shape[1] < 1 or (shape[0] is not None and shape[0] < 1):
         raise ValueError(f"shape must be (rows or None, columns), got {shape}")
-    found, row_bytes = path.stat().st_size, shape[1] * dtype.itemsize
+    found, row_bytes = _size(file), shape[1] * dtype.itemsize
     rows = shape[0]
     if rows is None:
         rows, rest = divmod(found, row_bytes)

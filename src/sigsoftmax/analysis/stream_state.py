@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sigsoftmax.records.parsing import parse_json
+
 __all__ = ["StreamState", "check_same_matrix", "check_writable", "deferred_interrupt", "load_state", "save_state"]
 
 FORMAT = "sigsoftmax spectrum state 1"
@@ -60,7 +62,7 @@ def load_state(path: Path) -> StreamState:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-        about = json.loads(arrays.pop("about").tobytes())
+        about = parse_json(arrays.pop("about").tobytes())
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"{path} is not a saved state, or is damaged ({error}); delete it to begin anew, or name another file"

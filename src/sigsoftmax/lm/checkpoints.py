@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax._version import __version__
+from sigsoftmax.records.parsing import parse_json
 
 try:
     import fcntl
@@ -196,27 +197,26 @@ def _sync_folder(folder: Path) -> None:
 
 
 def load(path: str | Path) -> Checkpoint:
-    """Read a checkpoint. A file that is missing, foreign, damaged or of a later version raises ValueError."""
+    """Read a checkpoint. A file that is missing, foreign, damaged or of a later version raises ValueError.
+
+    The file is opened once: checksum, JSON text and tensors are those of the same bytes, whoever replaces the file
+    meanwhile.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no checkpoint at {path}")
     try:
         with path.open("rb") as file:
-            header, entries = _read_header(file, path)
+            start, header, entries = _read_header(file, path)
             metadata = _checked_metadata(entries, path)
-            _check_bytes(file, header, metadata, path)
+            data = b"".join((start, header, _read_data(file, header, metadata, path)))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    tensors: dict[str, Tensor] = {}
-    with _safe_open(path) as stored:
-        for name in entries:
-            if name != "__metadata__":
-                # A copy: what is mapped would keep the file open, and change with it on some disks.
-                tensors[name] = stored.get_tensor(name).clone()
-    return Checkpoint(tensors, json.loads(metadata["meta"]))
+    return Checkpoint(_parsed_tensors(data, entries, path), _parsed_meta(metadata["meta"], path))
 
 
-def _read_header(file: BinaryIO, path: Path) -> tuple[bytes, dict[str, Any]]:
+def _read_header(file: BinaryIO, path: Path) -> tuple[bytes, bytes, dict[str, Any]]:
+    """The length of the header, the header, and what it says."""
     start = file.read(8)
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")):
         raise ValueError(
@@ -224,14 +224,14 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[bytes, dict[str, Any]]:
             "are not read"
         )
     length = int.from_bytes(start, "little")
-    if len(start) < 8 or length > min(HEADER_LIMIT, path.stat().st_size - 8):
+    if len(start) < 8 or length > min(HEADER_LIMIT, os.fstat(file.fileno()).st_size - 8):
         raise ValueError(f"{path} is no safetensors file, or was cut short; choose an earlier checkpoint")
     header = file.read(length)
     try:
-        entries = json.loads(header)
+        entries = parse_json(header)
     except ValueError:
         raise ValueError(f"{path} is no safetensors file, or is damaged; choose an earlier checkpoint") from None
-    return header, entries if isinstance(entries, dict) else {}
+    return start, header, entries if isinstance(entries, dict) else {}
 
 
 def _checked_metadata(entries: Mapping[str, Any], path: Path) -> dict[str, str]:
@@ -246,33 +246,60 @@ def _checked_metadata(entries: Mapping[str, Any], path: Path) -> dict[str, str]:
             f"{path} is a checkpoint of version {metadata[VERSION_KEY]}, and sigsoftmax {__version__} reads version "
             f"{VERSION}; upgrade sigsoftmax"
         )
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{path} is damaged: the metadata of its header must be texts; choose an earlier checkpoint")
     return metadata
 
 
-def _check_bytes(file: BinaryIO, header: bytes, metadata: Mapping[str, str], path: Path) -> None:
+def _read_data(file: BinaryIO, header: bytes, metadata: Mapping[str, str], path: Path) -> bytes:
     """Read what follows the header, and compare it and the header with the checksum."""
     written = metadata["checksum"]
-    found = zlib.crc32(header.replace(_checksum_entry(written), _checksum_entry(NO_CHECKSUM), 1))
-    size = 0
-    while block := file.read(1 << 24):
-        found = zlib.crc32(block, found)
-        size += len(block)
-    if str(size) != metadata["bytes"]:
+    # By the size alone first: a file that was damaged or crafted may be longer than memory.
+    size = os.fstat(file.fileno()).st_size - file.tell()
+    data = file.read() if str(size) == metadata["bytes"] else b""
+    if str(size) != metadata["bytes"] or len(data) != size:
         raise ValueError(
             f"{path} is damaged: {size} bytes of tensors, and {metadata['bytes']} were written; choose an earlier "
             "checkpoint"
         )
+    found = zlib.crc32(data, zlib.crc32(header.replace(_checksum_entry(written), _checksum_entry(NO_CHECKSUM), 1)))
     if f"{found:08x}" != written:
         raise ValueError(
             f"{path} is damaged: its checksum is {found:08x}, and {written} was written; choose an earlier checkpoint"
         )
+    return data
 
 
-def _safe_open(path: Path) -> Any:
+def _parsed_tensors(data: bytes, entries: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError
+        from safetensors.torch import load as tensors_of
     except ModuleNotFoundError:
         raise ValueError(
             "checkpoints are read with safetensors; install it with pip install 'sigsoftmax[lm]'"
         ) from None
-    return safe_open(path, framework="pt")
+    for name, entry in entries.items():
+        kind = entry.get("dtype") if isinstance(entry, dict) else None
+        if name != "__metadata__" and kind not in DTYPES.values():
+            raise ValueError(
+                f"{path} is no checkpoint that can be used: its tensor {name!r} has the type {kind!r}, and a "
+                f"checkpoint has {', '.join(DTYPES.values())}; choose an earlier checkpoint"
+            )
+    try:
+        return tensors_of(data)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is no checkpoint that can be used: its header is malformed ({error}); choose an earlier checkpoint"
+        ) from None
+
+
+def _parsed_meta(text: str, path: Path) -> dict[str, Any]:
+    try:
+        meta = parse_json(text)
+        if not isinstance(meta, dict):
+            raise ValueError("it is no JSON object")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no checkpoint that can be used: its meta cannot be read ({error}); choose an earlier checkpoint"
+        ) from None
+    return meta

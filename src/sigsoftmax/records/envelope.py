@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 
 from sigsoftmax._version import __version__
+from sigsoftmax.records.parsing import parse_json
 
 __all__ = ["Environment", "Payload", "Record", "append", "from_plain", "read", "to_plain"]
 
@@ -131,10 +132,12 @@ class Record:
     def from_json(cls, text: str, *, source: str = "") -> Record:
         where = f"{source}: " if source else ""
         try:
-            envelope = json.loads(text.strip())
+            envelope = parse_json(text.strip())
         except json.JSONDecodeError as error:
             problem = error.msg.removesuffix(" at")
             raise ValueError(f"{where}not a record: {problem} at column {error.colno} of the line") from None
+        except ValueError as error:
+            raise ValueError(f"{where}not a record: {error}") from None
         if not isinstance(envelope, dict) or not isinstance(envelope.get("schema"), int):
             raise ValueError(f"{where}not a record: expected a JSON object with a number 'schema'")
         if envelope["schema"] > SCHEMA:
@@ -229,7 +232,10 @@ def from_plain(expected: Any, value: Any, name: str) -> Any:
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {key: from_plain(arguments[1], item, f"{name}[{key!r}]") for key, item in value.items()}
     if expected is float and (value in ("nan", "inf", "-inf") or _is_number(value)):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name} is an integer that no float can hold: {_shortened(value)}") from None
     if expected in (int, str, bool) and type(value) is expected:
         return value
     if origin is Literal:
