@@ -144,12 +144,21 @@ def test_an_amount_of_memory_that_is_none(text, capsys):
     assert f"expected an amount of memory, as 8 (GiB), 8GiB or 512MiB, got {text!r}" in capsys.readouterr().err
 
 
-def test_too_little_memory_is_told(monkeypatch, capsys):
-    class OutOfMemoryError(RuntimeError):
-        pass
+class OutOfMemoryError(RuntimeError):
+    pass
 
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("CUDA out of memory"),
+        MemoryError("Unable to allocate"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_too_little_memory_is_told(monkeypatch, capsys, error):
     def fail(*arguments, **named):
-        raise OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(train, "run", fail)
     assert cli.main(["train", "ptb-softmax", "--device", "cpu"]) == 1
@@ -163,6 +172,16 @@ def test_interrupt_ends_cleanly(monkeypatch, capsys):
     monkeypatch.setattr(demo, "run", interrupted)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err.strip() == "interrupted"
+
+
+def test_what_an_interrupt_has_to_tell_is_told(monkeypatch, capsys):
+    def interrupted(*arguments, **named):
+        raise KeyboardInterrupt("one of the runs had diverged")
+
+    monkeypatch.setattr(train, "run", interrupted)
+    assert cli.main(["train", "tiny-softmax", "--device", "cpu"]) == 130
+    told = capsys.readouterr().err.strip()
+    assert told == "interrupted; the same command goes on from there\none of the runs had diverged"
 
 
 # --- what reaches the experiments -------------------------------------------------------------------------------------

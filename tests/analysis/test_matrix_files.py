@@ -217,7 +217,7 @@ def test_the_spectrum_of_a_path(tmp_path):
 
 
 def replace_by_another(folder):
-    """Put files of other numbers, and of half as many contexts, in the place of :func:`saved_files`, as a writer does."""
+    """Replace :func:`saved_files`, as a writer does, by files of other numbers and of half as many contexts."""
     new = folder / "new"
     new.mkdir()
     other = log_probs()[: CONTEXTS // 2].numpy() - 7.0

@@ -40,7 +40,7 @@ def saved(folder, corpus, head="softmax", corpus_name="language"):
         corpus_checksum=corpus.checksum,
         seed=1,
         precision="float32",
-        parameters=0,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
     meta = saved_meta(small, identity, corpus, epoch=3, valid_loss=1.0)
     checkpoints.save(folder / "train" / "best.safetensors", model_tensors(model), meta)

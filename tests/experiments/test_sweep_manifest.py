@@ -58,7 +58,18 @@ def test_a_trial_that_would_become_another_is_refused(options, message, tmp_path
         changed(config(tmp_path, **options))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 99, "trials": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 1}',
+        '{"version": 99, "trials": {}}',
+        '{"version": 1, "trials": [[1, 2]]}',
+        '{"version": 1, "trials": ' + "[" * 5000 + "]" * 5000 + "}",
+    ],
+)
 def test_a_damaged_plan_is_told(text, tmp_path):
     (tmp_path / PLAN_FILE).write_text(text)
     with pytest.raises(ValueError, match="is no plan of a sweep"):

@@ -54,11 +54,17 @@ def assert_same(found, expected):
         assert torch.equal(bits(found[name]), bits(tensor)), name
 
 
+def header_of(path):
+    data = path.read_bytes()
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
 def test_everything_comes_back_bit_for_bit(tmp_path):
     path = tmp_path / "run" / "last.safetensors"
     save(path, TENSORS, META)
     checkpoint = load(path)
     assert_same(checkpoint.tensors, TENSORS)
+    assert list(checkpoint.tensors) == [name for name in json.loads(header_of(path)) if name != "__metadata__"]
     assert checkpoint.meta == META
     assert [entry.name for entry in path.parent.iterdir()] == ["last.safetensors"]
     checkpoint.tensors["weight"].zero_()

@@ -236,6 +236,15 @@ def test_a_file_names_a_recipe_and_changes_it(tmp_path):
         ('recipe = "ptb-softmax"\n[training]\nepochs = "3"', r"mine\.toml: training\.epochs must be int, got '3'"),
         ('recipe = "ptb-softmax"\ntraining = 3', r"mine\.toml: training is not one field but several"),
         ('recipe = "ptb-softmax"\n[training.epochs]\nx = 3', r"mine\.toml: training\.epochs must be int, got \{"),
+        ("x = " + "[" * 5000 + "]" * 5000, r"mine\.toml is not a recipe file: it is nested deeper than 64 levels"),
+        ("x = " + "[" * 80 + "]" * 80, r"mine\.toml is not a recipe file: it is nested deeper than 64 levels"),
+        (".".join("a" * 5000) + " = 1", r"mine\.toml is not a recipe file: it is nested deeper than 64 levels"),
+        ("[" + ".".join("a" * 5000) + "]\nx = 1", r"mine\.toml is not a recipe file: it is nested deeper"),
+        ("seed = " + "9" * 5000, r"mine\.toml is not a recipe file: Exceeds the limit"),
+        (
+            'recipe = "ptb-softmax"\n[training]\nlearning_rate = 1' + "0" * 400,
+            r"mine\.toml: training\.learning_rate is an integer that no float can hold: 1000",
+        ),
     ],
 )
 def test_files_that_make_no_recipe_are_explained(tmp_path, text, message):

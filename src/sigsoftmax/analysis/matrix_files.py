@@ -268,7 +268,9 @@ def _torch_tensor(path: Path, name: str | None) -> Tensor:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, OSError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read by torch ({before.st_size} bytes; is it truncated?): {error}") from None
+        raise ValueError(
+            f"{path} cannot be read by torch ({before.st_size} bytes; is it truncated?): {error}"
+        ) from None
     after = path.stat()
     # torch opens the file twice, for its contents and to map it.
     if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
@@ -285,9 +287,7 @@ def _torch_tensor(path: Path, name: str | None) -> Tensor:
 # --- raw ------------------------------------------------------------------------------------------------------------
 
 
-def _raw(
-    path: Path, file: BinaryIO, dtype: torch.dtype | None, shape: tuple[int | None, int] | None
-) -> StoredMatrix:
+def _raw(path: Path, file: BinaryIO, dtype: torch.dtype | None, shape: tuple[int | None, int] | None) -> StoredMatrix:
     if dtype is None or shape is None:
         raise ValueError(
             f"{path} is read as raw numbers, for which dtype and shape must be given, for instance "

@@ -53,13 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(arguments.verb, error, 2)
     except (OSError, ArithmeticError) as error:
         return _fail(arguments.verb, error, 1)
-    except RuntimeError as error:
-        if type(error).__name__ == "OutOfMemoryError":
+    except (RuntimeError, MemoryError) as error:
+        # torch has a class of its own for the memory of GPUs alone.
+        if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "DefaultCPUAllocator" in str(error):
             return _fail(arguments.verb, f"the device has too little memory; try --at-once 1. {error}", 1)
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         resume = "; the same command goes on from there" if arguments.verb in RESUMABLE else ""
-        print(f"\ninterrupted{resume}", file=sys.stderr)
+        print("\n".join([f"\ninterrupted{resume}", *map(str, error.args)]), file=sys.stderr)
         return 130
     return 0
 

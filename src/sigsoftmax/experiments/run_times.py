@@ -23,6 +23,7 @@ from sigsoftmax.lm.dynamic_evaluation import DynamicProgress, GradientStatistics
 from sigsoftmax.lm.dynamic_rates import Rates
 from sigsoftmax.lm.dynamic_search import grid
 from sigsoftmax.lm.evaluation import WINDOW, Evaluator
+from sigsoftmax.lm.memory import check_model_fits
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd
 from sigsoftmax.lm.precision import check_precision
@@ -135,6 +136,7 @@ class _Probe:
         config = recipe.training
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with self._on_stream():
+            check_model_fits(recipe.model, len(corpus.vocabulary), device, is_trained=True)
             self.model = LanguageModel(recipe.model, len(corpus.vocabulary), seed=recipe.seed).to(device)
             text_RB = batchify(corpus.train, config.batch)
             self._length = min(config.bptt, text_RB.shape[0] - 1)

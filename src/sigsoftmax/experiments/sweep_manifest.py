@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sigsoftmax.experiments.sweep_plan import SweepConfig, Trial, binding_fields
+from sigsoftmax.records.envelope import from_plain
+from sigsoftmax.records.parsing import parse_json
 
 __all__ = ["PLAN_FILE", "PlanChange", "keep_plan", "plan_change"]
 
@@ -76,10 +78,10 @@ def _kept(out: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
         if content["version"] > PLAN_VERSION:
             raise ValueError("it was written by a later sigsoftmax; upgrade")
-        return dict(content["trials"])
+        return dict(from_plain(dict[str, Any], content["trials"], "trials"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no plan of a sweep: {error}; choose another folder with --out") from None
 

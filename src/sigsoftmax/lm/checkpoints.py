@@ -286,11 +286,13 @@ def _parsed_tensors(data: bytes, entries: Mapping[str, Any], path: Path) -> dict
                 f"checkpoint has {', '.join(DTYPES.values())}; choose an earlier checkpoint"
             )
     try:
-        return tensors_of(data)
+        tensors = tensors_of(data)
     except SafetensorError as error:
         raise ValueError(
             f"{path} is no checkpoint that can be used: its header is malformed ({error}); choose an earlier checkpoint"
         ) from None
+    # In the order of the file, which is the same for all who read it: processes exchange tensors one after the other.
+    return {name: tensors[name] for name in entries if name != "__metadata__"}
 
 
 def _parsed_meta(text: str, path: Path) -> dict[str, Any]:

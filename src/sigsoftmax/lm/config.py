@@ -9,12 +9,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
+from sigsoftmax.family import Learned
 from sigsoftmax.heads import Head
 
 __all__ = ["DynamicEvaluationConfig", "ModelConfig", "Precision", "Recipe", "TrainingConfig"]
 
 Precision = Literal["float32", "tf32", "bf16"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""positive numbers that float32 holds with all its digits"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +47,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         head = Head.parse(self.head)
-        _check_positive(embedding=self.embedding)
+        for name, value in head.function.parameters.items():
+            number = value.initial if isinstance(value, Learned) else value
+            if isinstance(number, int | float):
+                _check_number(f"{name} of the head {self.head}", abs(number))
+        # How wide a model may be depends on the memory: whoever builds it checks that.
+        _check_integer("embedding", self.embedding)
         if not self.hidden:
             raise ValueError("hidden must name the width of at least one LSTM layer, got ()")
         for width in self.hidden:
-            _check_positive(hidden=width)
+            _check_integer("hidden", width)
         if head.components == 1 and self.hidden[-1] != self.embedding:
             raise ValueError(
                 f"the last LSTM layer feeds the tied matrix, so its width must be that of the embedding, "
@@ -54,8 +64,7 @@ class ModelConfig:
             )
         if head.components == 1 and (self.floor or self.dropout_latent):
             raise ValueError(f"floor and dropout_latent belong to a mixture, and the head is {self.head!r}")
-        if not (math.isfinite(self.floor) and self.floor >= 0.0):
-            raise ValueError(f"floor must be a number of at least 0, got {self.floor}")
+        _check_number("floor", self.floor)
         for name in ("words", "input", "hidden", "output", "latent"):
             _check_rate(f"dropout_{name}", getattr(self, f"dropout_{name}"))
         _check_rate("weight_drop", self.weight_drop)
@@ -102,15 +111,15 @@ class TrainingConfig:
             evaluation_batch=self.evaluation_batch,
         )
         for name in ("learning_rate", "clip"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0.0):
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
+            _check_number(name, getattr(self, name), positive=True)
         for name in ("weight_decay", "activation", "temporal_activation"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0.0):
-                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+            _check_number(name, getattr(self, name))
         if self.group is not None and (self.group < 1 or self.batch % self.group):
             raise ValueError(f"group must divide the batch of {self.batch} columns, got {self.group}")
         if self.longest_window is not None and self.longest_window < 5:
             raise ValueError(f"longest_window must be at least 5, the shortest window, got {self.longest_window}")
+        if self.window_seed is not None:
+            _check_seed("window_seed", self.window_seed)
         if self.stop_when_stale and self.optimizer == "nt-asgd":
             raise ValueError("stop_when_stale goes with optimizer 'asgd': under 'nt-asgd' the trigger begins averaging")
 
@@ -133,10 +142,8 @@ class DynamicEvaluationConfig:
             raise ValueError("learning_rates and decays must each hold at least one number")
         for name in ("learning_rates", "decays"):
             for value in getattr(self, name):
-                if not (math.isfinite(value) and value >= 0.0):
-                    raise ValueError(f"{name} must be numbers of at least 0, got {value}")
-        if not (math.isfinite(self.epsilon) and self.epsilon > 0.0):
-            raise ValueError(f"epsilon must be a positive number, got {self.epsilon}")
+                _check_number(f"each of {name}", value)
+        _check_number("epsilon", self.epsilon, positive=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +164,37 @@ class Recipe:
     overrides: tuple[str, ...] = ()
     """what was changed of the named recipe, for records"""
 
+    def __post_init__(self) -> None:
+        _check_seed("seed", self.seed)
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
 
 def _check_positive(**values: Any) -> None:
+    """Counts of epochs, columns, steps: positive integers that any tensor of indices can hold."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        _check_integer(name, value)
+        if value >= 2**31:
+            raise ValueError(f"{name} must be below 2**31, got {value}")
+
+
+def _check_number(name: str, value: float, *, positive: bool = False) -> None:
+    """A number that updates compute with, in float32: neither infinite nor zero there unless it is zero."""
+    if not (math.isfinite(value) and (value > 0.0 if positive else value >= 0.0)):
+        raise ValueError(f"{name} must be a {'positive number' if positive else 'number of at least 0'}, got {value}")
+    if value and not SMALLEST <= value <= LARGEST:
+        raise ValueError(
+            f"{name} must be a number that float32 can hold, {'' if positive else '0 or '}between {SMALLEST:.3g} and "
+            f"{LARGEST:.3g}, got {value:g}"
+        )
+
+
+def _check_seed(name: str, seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{name} must be between 0 and 2**32 - 1, got {seed}")
 
 
 def _check_rate(name: str, rate: float) -> None:

@@ -26,6 +26,7 @@ from sigsoftmax.heads import Head
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.records.envelope import from_plain, to_plain
+from sigsoftmax.records.parsing import TOO_DEEP, check_nesting
 
 __all__ = [
     "HEADS",
@@ -164,15 +165,22 @@ def with_overrides(base: Recipe, changes: Iterable[str]) -> Recipe:
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """The content of a file that describes ``what``."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        # Dotted keys nest without recursion in the reader, and would recurse in whoever walks over the tables.
+        check_nesting(content)
+        return content
     except FileNotFoundError:
         raise ValueError(f"no {what} file at {path}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError(f"{path} is not a {what} file: {TOO_DEEP}") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not a {what} file: {error}") from None
 
 
 def from_toml(path: str | Path) -> Recipe:

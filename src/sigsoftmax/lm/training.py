@@ -27,15 +27,17 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.lm import checkpoints
-from sigsoftmax.lm.config import Precision, Recipe, TrainingConfig
+from sigsoftmax.lm.config import LARGEST, Precision, Recipe, TrainingConfig
 from sigsoftmax.lm.data import Corpus, WindowLengths, batchify
 from sigsoftmax.lm.evaluation import Evaluation, Evaluator
 from sigsoftmax.lm.interruption import OutOfTime, SoftStop
+from sigsoftmax.lm.memory import check_model_fits
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd, NonMonotonicTrigger
 from sigsoftmax.lm.parallel import Kind, divided
 from sigsoftmax.lm.precision import check_precision
-from sigsoftmax.lm.saved_models import check_same_corpus, load_model, saved_meta
+from sigsoftmax.lm.saved_models import check_same_corpus, first_not_finite, load_model, saved_meta, typed_meta
+from sigsoftmax.lm.saved_runs import SavedRun, check_run_tensors, prefixed, unprefixed
 from sigsoftmax.lm.updates import Updater
 from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.training import EpochRecord, RunIdentity
@@ -51,7 +53,7 @@ IN_FLIGHT = 8
 
 
 class Diverged(ArithmeticError):
-    """The loss is no longer a finite number."""
+    """The loss, or what the run would save, is no longer finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,10 @@ class Trainer:
         with self._on_stream():
             # Exchanges between processes are not captured.
             self._build(None if start is None else Path(start), capture and parallel is None, parallel)
-            if self.last_path.exists():
+            is_begun = self.last_path.exists()
+            # All or none: going on takes exchanges between processes.
+            self._parallel.check_same([int(is_begun)], str(self.last_path))
+            if is_begun:
                 self._resume()
             elif self._parallel.is_first:
                 # A run that died before its first checkpoint begins anew, and its epochs would be recorded twice.
@@ -133,6 +138,7 @@ class Trainer:
     def _build(self, start: Path | None, capture: bool, parallel: Kind | None) -> None:
         config, words = self.config, len(self.corpus.vocabulary)
         if start is None:
+            check_model_fits(self.recipe.model, words, self.device, is_trained=True)
             self.model = LanguageModel(self.recipe.model, words, seed=self.seed).to(self.device)
         else:
             loaded = load_model(start, device=self.device)
@@ -171,6 +177,10 @@ class Trainer:
         """what this process holds of them"""
         self._best_loss, self._best_epoch = math.inf, 0
         self._epoch, self._row, self._update = 1, 0, 0
+        self._saved_place: str | None = None
+        """that ``last.safetensors`` is of; None where there is none"""
+        self._saved_best: int | None = None
+        """the epoch of ``best.safetensors``"""
         self._seconds = 0.0
         """spent on the current epoch before a resumption"""
         self._stale = False
@@ -219,16 +229,18 @@ class Trainer:
             pass
 
     def save(self) -> None:
-        """Write checkpoints of where the run stands; refused once it has diverged."""
+        """Write checkpoints of where the run stands. Refused once it has diverged: what is saved is finite."""
         with self._on_stream():
-            self._check_finite()
+            self._check_losses()
             best = self._parallel.whole(self._best)
             tensors = self._tensors(best)
+            self._check_state(tensors)
             if self._parallel.is_first:
                 if best:
                     checkpoints.save(self.best_path, best, self._model_meta())
                 checkpoints.save(self.last_path, tensors, self._meta())
             self._parallel.wait_for_first()
+        self._saved_place, self._saved_best = self._place(), self._best_epoch if best else None
         self._saved = time.monotonic()
         self._updates_since_save = 0
 
@@ -242,6 +254,7 @@ class Trainer:
         self._saved, self._updates_since_save = time.monotonic(), 0
         if self.phase == "finetune" and not self._best:
             evaluation = yield from self._validated()
+            self._check_validated(evaluation)
             self._keep_best(evaluation.loss_over_rows, epoch=0)
         while not self.finished:
             if self._update == 0:
@@ -259,6 +272,7 @@ class Trainer:
         self._began = time.monotonic()
         first_row, in_flight, loss = self._row, deque[torch.cuda.Event](), None
         for window in self._lengths.epoch(self._rows, start=self._row):
+            self._check_step_size(window.drawn)
             self._updater.run(drawn=window.drawn, length=window.length)
             self._row, self._update = self._row + window.drawn, self._update + 1
             self._updates_since_save += 1
@@ -270,19 +284,22 @@ class Trainer:
                     else:
                         yield None
             if self._update % PART == 0:
-                loss = self._check_finite()
+                loss = self._check_losses()
             if self._save_is_due():
                 self.save()
             yield self._progress(first_row, loss)
         while in_flight and not in_flight[-1].query():
             yield None
-        self._check_finite()
+        self._check_losses()
+        # The last update has changed them since the last loss; the best weights are taken from among these.
+        self._check_state(self._parallel.parts | self._optimizer.state())
 
     def _validate(self, seconds_training: float) -> Generator[Progress | None, None, None]:
         began = time.monotonic()
         optimizer = self._optimizer.mode
         self._optimizer.exchange()
         evaluation = yield from self._validated()
+        self._check_validated(evaluation)
         # The published scripts compare losses over rows; a constant factor changes no comparison.
         is_best = evaluation.loss_over_rows < self._best_loss
         if is_best:
@@ -329,18 +346,61 @@ class Trainer:
         self._best = {name: tensor.detach().clone() for name, tensor in self._parallel.parts.items()}
         self._best_loss, self._best_epoch = loss, epoch
 
-    def _check_finite(self) -> float | None:
+    # --- what diverges ----------------------------------------------------------------------------------------------
+
+    def _check_losses(self) -> float | None:
         """The mean loss of the last full part. Raises before anything is saved if a loss is not finite."""
         losses = self._updater.losses(0, self._update)
         for index, loss in enumerate(losses):
             if not math.isfinite(loss):
-                raise Diverged(
-                    f"the loss became {loss} at update {index + 1} of epoch {self._epoch}; nothing was saved since. "
-                    f"The best model so far is kept (epoch {self._best_epoch}); try a lower learning_rate than "
-                    f"{self.config.learning_rate:g}"
-                )
+                raise self._diverged(f"the loss became {loss} at update {index + 1} of epoch {self._epoch}")
         means = _part_means(losses)
         return means[-1] if means else None
+
+    def _check_state(self, tensors: dict[str, Tensor]) -> None:
+        """Raise unless all of them are finite, on every process that shares the run."""
+        name = first_not_finite(tensors)
+        if self._parallel.any(name is not None):
+            where = f"{name!r}" if name is not None else "held by another process"
+            raise self._diverged(f"the state of the run ({where}) is no longer finite after {self._place()}")
+
+    def _check_validated(self, evaluation: Evaluation) -> None:
+        if not math.isfinite(evaluation.total):
+            raise self._diverged(f"the validation loss is {evaluation.loss} after {self._place()}")
+
+    def _check_step_size(self, drawn: int) -> None:
+        step_size = self.config.learning_rate * drawn / self.config.bptt
+        if step_size > LARGEST:
+            raise self._diverged(
+                f"a window of {drawn} steps would take a step of size {step_size:g}, more than float32 can hold, after "
+                f"{self._place()}"
+            )
+
+    def _place(self) -> str:
+        """Where the run stands, in words."""
+        if self._update:
+            return f"update {self._update} of epoch {self._epoch}"
+        return f"the end of epoch {self._epoch - 1}" if self._epoch > 1 else "no update"
+
+    def _diverged(self, problem: str) -> Diverged:
+        """The error to raise, which tells what is kept. The best weights, which are finite, are kept first."""
+        best = self._parallel.whole(self._best)
+        if best and self._saved_best != self._best_epoch:
+            if self._parallel.is_first:
+                checkpoints.save(self.best_path, best, self._model_meta())
+            self._parallel.wait_for_first()
+            self._saved_best = self._best_epoch
+        kept = []
+        if self._saved_place is not None:
+            kept.append(
+                f"{self.last_path} holds the run after {self._saved_place}: the same command goes on from there"
+            )
+        if best:
+            kept.append(f"{self.best_path} holds the best weights, of epoch {self._best_epoch}")
+        return Diverged(
+            f"{problem}; nothing was saved since. Kept: {'; '.join(kept) or 'nothing, since no epoch had ended'}. Try "
+            f"a lower learning_rate than {self.config.learning_rate:g}, in another folder"
+        )
 
     def _save_is_due(self) -> bool:
         if self._checkpoint_updates is not None:
@@ -371,10 +431,10 @@ class Trainer:
         """All that the run needs, whole."""
         whole = self._parallel.whole
         return {
-            **_prefixed("model", whole(self._parallel.parts)),
-            **_prefixed("best", best),
-            **_prefixed("optimizer", self._with_averages(self._optimizer.state(), whole)),
-            **_prefixed("updater", self._updater.state()),
+            **prefixed("model", whole(self._parallel.parts)),
+            **prefixed("best", best),
+            **prefixed("optimizer", self._with_averages(self._optimizer.state(), whole)),
+            **prefixed("updater", self._updater.state()),
         }
 
     def _with_averages(
@@ -410,53 +470,51 @@ class Trainer:
         return value
 
     def _resume(self) -> None:
-        checkpoint = checkpoints.load(self.last_path)
-        meta, path = checkpoint.meta, self.last_path
+        """Go on where the checkpoint was. All of it is checked before any of it is used."""
+        checkpoint, path = checkpoints.load(self.last_path), self.last_path
+        meta = typed_meta(SavedRun, checkpoint.meta, path)
         check_same_corpus(meta, self.corpus, path)
         ours = self._model_meta()
         for name in ("recipe", "run"):
-            theirs, mine = (self._binding(value[name]) for value in (meta, ours))
+            theirs, mine = (self._binding(value[name]) for value in (checkpoint.meta, ours))
             if theirs != mine:
                 raise ValueError(
                     f"{path} belongs to another run: {_difference(theirs, mine)}; choose another folder, or run it as "
                     "it was begun (only the number of epochs may change)"
                 )
-        tensors = checkpoint.tensors
-        own = self._parallel.own
+        tensors, own = checkpoint.tensors, self._parallel.own
+        check_run_tensors(meta, tensors, self._tensors({}), path)
+        try:
+            self._updater.restore(unprefixed("updater", tensors))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{path} is no {SavedRun.WHAT}: its random state is none ({error}); {SavedRun.REMEDY}"
+            ) from None
         with torch.no_grad():
-            for name, tensor in own(_unprefixed("model", tensors)).items():
+            for name, tensor in own(unprefixed("model", tensors)).items():
                 self._parallel.parts[name].copy_(tensor)
-        self._best = {name: tensor.to(self.device) for name, tensor in own(_unprefixed("best", tensors)).items()}
-        self._optimizer.restore(self._with_averages(_unprefixed("optimizer", tensors), own))
-        self._updater.restore(_unprefixed("updater", tensors))
-        self._lengths.restore(meta["window_lengths"])
-        self._trigger = NonMonotonicTrigger(self.config.patience, meta["losses"])
-        self._best_loss = math.inf if meta["valid_loss"] is None else meta["valid_loss"]
-        self._best_epoch = meta["best_epoch"]
-        self._epoch, self._row, self._update = meta["epoch"], meta["row"], meta["update"]
-        self._seconds, self._stale = meta["seconds"], meta["stale"]
+        self._best = {name: tensor.to(self.device) for name, tensor in own(unprefixed("best", tensors)).items()}
+        self._optimizer.restore(self._with_averages(unprefixed("optimizer", tensors), own))
+        self._lengths.restore(dataclasses.asdict(meta.window_lengths))
+        self._trigger = NonMonotonicTrigger(self.config.patience, meta.losses)
+        self._best_loss = math.inf if meta.valid_loss is None else meta.valid_loss
+        self._best_epoch = meta.best_epoch
+        self._epoch, self._row, self._update = meta.epoch, meta.row, meta.update
+        self._seconds, self._stale = meta.seconds, meta.stale
+        self._saved_place, self._saved_best = self._place(), meta.best_epoch if self._best else None
         # Epochs after the checkpoint are trained again, and would be recorded twice.
         if (
             self._parallel.is_first
             and self.records_path.exists()
-            and self.records_path.stat().st_size > meta["records_bytes"]
+            and self.records_path.stat().st_size > meta.records_bytes
         ):
             with self.records_path.open("rb+") as file:
-                file.truncate(meta["records_bytes"])
+                file.truncate(meta.records_bytes)
 
 
 def _part_means(losses: list[float]) -> tuple[float, ...]:
     full = range(0, len(losses) - PART + 1, PART)
     return tuple(math.fsum(losses[first : first + PART]) / PART for first in full)
-
-
-def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _unprefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    start = f"{prefix}."
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
 def _difference(theirs: Any, ours: Any, where: str = "") -> str:
@@ -473,9 +531,9 @@ def run_together(
 ) -> Iterator[Trainer]:
     """Advance several runs in turns, which share one device; yields each as it ends.
 
-    Asked to stop, each goes on to where its state is whole and saves; then KeyboardInterrupt is raised. ``until`` is a
-    time of the monotonic clock at which they stop in the same way, and OutOfTime is raised. One that diverges stops
-    alone; the error is raised when the others have ended.
+    Asked to stop, each goes on to where its state is whole and saves; then KeyboardInterrupt is raised, with what is to
+    be said of those that had diverged. ``until`` is a time of the monotonic clock at which they stop in the same way,
+    and OutOfTime is raised. One that diverges stops alone; the error is raised when the others have ended.
     """
     running, diverged, stopped = list(trainers), list[Diverged](), False
     with SoftStop() as stop:
@@ -496,14 +554,17 @@ def run_together(
                     idle = False
                     watch(trainer, progress)
                     if trainer.agreed(stop.asked or time.monotonic() >= until):
-                        trainer.save()
                         running.remove(trainer)
                         stopped = True
+                        try:
+                            trainer.save()
+                        except Diverged as error:
+                            diverged.append(error)
             if idle:
                 time.sleep(1e-4)
     if trainers and trainers[0].agreed(stop.asked):
-        raise KeyboardInterrupt
-    if stopped:
-        raise OutOfTime
+        raise KeyboardInterrupt(*map(str, diverged))
     if diverged:
         raise diverged[0]
+    if stopped:
+        raise OutOfTime

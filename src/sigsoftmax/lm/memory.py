@@ -1,0 +1,65 @@
+"""How many numbers a model has, and whether a device can hold them: asked before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from sigsoftmax.heads import Head
+from sigsoftmax.lm.config import ModelConfig
+from sigsoftmax.modules import FunctionModule
+
+__all__ = ["check_model_fits", "device_memory", "parameter_count"]
+
+FLOAT32_BYTES = 4
+TRAINING_COPIES = 3
+"""of all parameters, at least, while a model is trained: the weights, their gradients, the best weights so far"""
+GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""where Linux says how much memory a container may use"""
+
+
+def parameter_count(config: ModelConfig, words: int) -> int:
+    """The numbers that a model of this description has, the tied matrix counted once."""
+    head = Head.parse(config.head)
+    layers = pairwise((config.embedding, *config.hidden))
+    count = sum(4 * hidden * (inputs + hidden + 2) for inputs, hidden in layers)
+    # The tied matrix and the bias of the words; which parameters of phi are learned is known to the layers alone.
+    count += words * (config.embedding + 1)
+    count += sum(parameter.numel() for parameter in FunctionModule(head.function, words).parameters())
+    if head.components > 1:
+        # The prior, and the latent layer with its bias.
+        count += head.components * (config.hidden[-1] + (config.hidden[-1] + 1) * config.embedding)
+    return count
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes that the device has in all; where that is unknown, more than there can be."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    known = [sys.maxsize]
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        known.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for limit in map(Path, GROUP_LIMITS):
+        try:
+            known.append(int(limit.read_text(encoding="ascii")))
+        except (OSError, ValueError):  # no such limit, or the text "max"
+            continue
+    return min(size for size in known if size > 0)
+
+
+def check_model_fits(config: ModelConfig, words: int, device: torch.device, *, is_trained: bool) -> None:
+    """Refuse a model whose parameters alone are more than the device can hold."""
+    copies = TRAINING_COPIES if is_trained else 1
+    needed, there = FLOAT32_BYTES * copies * parameter_count(config, words), device_memory(device)
+    if needed > there:
+        what = "weights, gradients and best weights" if is_trained else "weights"
+        raise ValueError(
+            f"a model with embedding {config.embedding:,}, hidden {', '.join(f'{width:,}' for width in config.hidden)} "
+            f"and head {config.head} for {words:,} words has {parameter_count(config, words):,} parameters; its "
+            f"{what} need {needed:,} bytes ({needed // 2**30:,} GiB), and the memory of {device} has {there:,} "
+            f"({there // 2**30:,} GiB); take a smaller model"
+        )
