@@ -73,7 +73,7 @@ def test_a_bad_batch_is_told_without_a_traceback(tmp_path: Path) -> None:
         failed.stderr
     )
     assert "sigsoftmax/lm" not in failed.stderr
-    assert not (tmp_path / "tiny-sigsoftmax").exists()
+    assert not (tmp_path / "tiny-sigsoftmax" / "1" / "train").exists()
 
 
 def test_without_torchrun_there_is_nothing_to_join(monkeypatch: pytest.MonkeyPatch) -> None:

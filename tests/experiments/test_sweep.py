@@ -18,9 +18,10 @@ from tests.experiments.small_runs import SINGLE, command, small_runs, write_text
 from tests.lm.runs import epochs_of
 
 from sigsoftmax import cli
+from sigsoftmax.experiments import folder_locks
 from sigsoftmax.experiments.evaluate import evaluate_best
+from sigsoftmax.experiments.folder_locks import FolderLock
 from sigsoftmax.experiments.runs import Resources
-from sigsoftmax.experiments.sweep_locks import FolderLock
 from sigsoftmax.experiments.sweep_plan import SweepConfig
 from sigsoftmax.experiments.training_runs import train_runs
 from sigsoftmax.lm.recipes import recipe
@@ -131,7 +132,7 @@ def swept(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = shared / "sweep-in-a-folder-too-long-for-the-sockets-of-ray"
-    with FolderLock(shared / "sweep.lock", patience=900.0):
+    with FolderLock(shared / "sweep-lock", patience=900.0):
         if not (folder / "told.json").is_file():
             sweep_once(folder)
     shutil.copytree(folder, own)
@@ -211,12 +212,12 @@ def test_another_plan_in_the_same_folder_is_refused(swept, capsys, no_ray):
     assert "holds another sweep" in capsys.readouterr().err
 
 
-def test_two_commands_in_one_folder_do_not_meet(swept, capsys):
+def test_two_commands_in_one_folder_do_not_meet(swept, capsys, monkeypatch):
     folder, _ = swept
-    with FolderLock(folder / "out" / "sweep.lock") as lock:
-        lock.note("process 7 on elsewhere")
+    monkeypatch.setattr(folder_locks, "PATIENCE", 0.0)
+    with FolderLock(folder / "out"):
         assert cli.main([*words(folder, *NAMES)]) == 1
-    assert "another process is at work" in capsys.readouterr().err
+    assert re.search(rf"another process is at work in \S+out: process {os.getpid()} on ", capsys.readouterr().err)
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------
@@ -287,8 +288,8 @@ def begun_trials(folder):
 
 
 def worker_of(trial):
-    """From what the worker has noted in its lock."""
-    return int((trial / ".lock").read_text().split()[1])
+    """From what the worker has noted beside its lock."""
+    return json.loads((trial / ".lock.json").read_text())["process"]
 
 
 def is_alive(pid):

@@ -187,11 +187,11 @@ def test_whatever_a_trial_raises_is_a_reason(tmp_path, monkeypatch):
 
 
 def test_a_trial_in_other_hands_is_waited_for_and_then_refused(tmp_path, monkeypatch):
-    from sigsoftmax.experiments.sweep_locks import FolderLock
+    from sigsoftmax.experiments.folder_locks import FolderLock
 
     trial, place = trial_of(tmp_path), place_of(tmp_path)
     monkeypatch.setattr(sweep_trials, "LOCK_PATIENCE", 0.5)
-    with FolderLock(trial.folder / ".lock"):
+    with FolderLock(trial.folder):
         assert "another process is at work" in run_trial(trial, place).reason
 
 

@@ -2,11 +2,14 @@
 
 import io
 import math
+import random
+import re
 import statistics
 
 import pytest
 from tests.experiments.small_runs import small_resources, small_runs
 
+from sigsoftmax import cli
 from sigsoftmax.experiments.display import PlainLines
 from sigsoftmax.experiments.train import FinetuneConfig, TrainConfig, finetune, run
 from sigsoftmax.lm.recipes import with_overrides
@@ -75,3 +78,33 @@ def test_evaluations_are_made_again_when_the_weights_change(tmp_path):
         best.append(evaluations[0].epoch)
     assert best == [1, 3]
     assert len(list(read(tmp_path / "runs/tiny-softmax/1/train/evaluations.jsonl"))) == 6
+
+
+def test_a_run_that_breaks_at_the_last_update_of_an_epoch_saves_nothing_of_it(tmp_path, capsys):
+    """From the command line, with an update an epoch: the second one makes the weights NaN after its finite loss."""
+    draw = random.Random(0)
+    for split in ("train", "valid", "test"):
+        text = "".join(" ".join(f"w{draw.randrange(60)}" for _ in range(12)) + "\n" for _ in range(130))
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{split}.txt").write_text(text)
+
+    def train(epochs):
+        changes = ("training.batch=200", "training.learning_rate=3e38", "training.clip=1e38", "model.embedding=24")
+        words = ("train", "tiny-softmax", "--data", tmp_path / "text", "--out", tmp_path / "runs", "--device", "cpu")
+        more = ("--set", *changes, "model.hidden=32,24", f"training.epochs={epochs}")
+        status = cli.main([str(word) for word in (*words, *more)])
+        return status, capsys.readouterr().err
+
+    folder = tmp_path / "runs/tiny-softmax/141/train"
+    assert train(1)[0] == 0
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for _ in range(2):
+        status, told = train(2)
+        assert status == 1
+        assert re.search(
+            r"is no longer finite after update 1 of epoch 2; nothing was saved since\. Kept: \S+last\.safetensors "
+            r"holds the run after the end of epoch 1: .*; \S+best\.safetensors holds the best weights, of epoch 1\.",
+            told,
+        )
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert train(1)[0] == 0, "what was kept can be used"

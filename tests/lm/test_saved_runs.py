@@ -188,7 +188,7 @@ def test_a_crafted_model_is_refused_with_what_is_wrong(stopped, tmp_path, change
 
 
 def test_the_state_of_a_run_is_no_model(stopped):
-    with pytest.raises(ValueError, match=r"last\.safetensors is no .*; best\.safetensors is for using a model"):
+    with pytest.raises(ValueError, match=r"last\.safetensors is no .*, and best\.safetensors for using the model"):
         load_model(stopped / "last.safetensors")
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from sigsoftmax.analysis.streaming import streamed_spectrum
 from sigsoftmax.experiments.comparison_words import Measured, findings, table
 from sigsoftmax.experiments.display import Display, make_display, watching
+from sigsoftmax.experiments.folder_locks import FolderLock
 from sigsoftmax.experiments.log_outputs import log_output_blocks
 from sigsoftmax.experiments.runs import Resources, Run, planned_runs
 from sigsoftmax.experiments.training_runs import After, train_runs
@@ -97,6 +98,11 @@ def run(config: CompareConfig, say: Say, display: Display | None = None) -> list
 
     A head that diverges is left out; that is raised when the others have been compared.
     """
+    with FolderLock(config.out):
+        return _compared(config, say, display)
+
+
+def _compared(config: CompareConfig, say: Say, display: Display | None) -> list[Measured]:
     runs = config.runs()
     corpus = config.resources.corpus(runs[0].recipe.corpus)
     say(_introduction(config, runs, corpus))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sigsoftmax.experiments.display import duration_text, perplexity_text
-from sigsoftmax.experiments.runs import Resources, checkpoint_file, text_of
+from sigsoftmax.experiments.folder_locks import FolderLock
+from sigsoftmax.experiments.runs import Resources, checkpoint_file, run_folder, text_of
 from sigsoftmax.lm.config import DynamicEvaluationConfig
 from sigsoftmax.lm.data import Corpus, Split
 from sigsoftmax.lm.dynamic_evaluation import DynamicEvaluation, DynamicProgress, GradientStatistics, adapt
@@ -53,8 +54,15 @@ def run(config: DynamicConfig, say: Say, progress: Say = lambda _: None) -> list
     if config.learning_rate is None or config.decay is None:
         result = search_grid(path, None, config.resources, limit=config.limit, say=say, progress=progress)
         return [*result.points, *([] if result.test is None else [result.test])]
+    with FolderLock(run_folder(path)):
+        return _at_rates(path, config, config.learning_rate, config.decay, say, progress)
+
+
+def _at_rates(
+    path: Path, config: DynamicConfig, learning_rate: float, decay: float, say: Say, progress: Say
+) -> list[DynamicEvaluation]:
     subject = _Subject(path, None, config.resources)
-    rates = Rates(learning_rate=config.learning_rate, decay=config.decay, epsilon=subject.settings.epsilon)
+    rates = Rates(learning_rate=learning_rate, decay=decay, epsilon=subject.settings.epsilon)
     watch = _Watch(say, progress)
     statistics = subject.statistics(watch)
     results = []
@@ -90,8 +98,20 @@ def search_grid(
 
     ``settings`` replaces those of the recipe, as a part of its grid.
     """
-    subject = _Subject(checkpoint, corpus, resources, settings)
-    known, watch = known_runs(checkpoint), _Watch(say, progress)
+    with FolderLock(run_folder(checkpoint)):
+        subject = _Subject(checkpoint, corpus, resources, settings)
+        return _searched(subject, known_runs(checkpoint), resources, limit, say, progress)
+
+
+def _searched(
+    subject: _Subject,
+    known: Sequence[DynamicEvaluation],
+    resources: Resources,
+    limit: int | None,
+    say: Say,
+    progress: Say,
+) -> GridSearch:
+    watch = _Watch(say, progress)
 
     def keep(result: DynamicEvaluation) -> None:
         watch.end()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sigsoftmax.experiments.display import perplexity_text
-from sigsoftmax.experiments.runs import Resources, Run, checkpoint_file, text_of
+from sigsoftmax.experiments.folder_locks import FolderLock
+from sigsoftmax.experiments.runs import Resources, Run, checkpoint_file, run_folder, text_of
 from sigsoftmax.lm.data import Corpus, Split, batchify
 from sigsoftmax.lm.evaluation import evaluate
 from sigsoftmax.lm.saved_models import LoadedModel, load_model
@@ -39,18 +41,34 @@ class EvaluateConfig:
 
 
 def run(config: EvaluateConfig, say: Say) -> list[EvaluationRecord]:
-    """Evaluate, print and record. On another text than the model's own nothing is recorded."""
+    """Evaluate, print and record.
+
+    Nothing is recorded on another text than the model's own, nor in a folder that another process is at work in, or
+    that cannot be written to: a model can be looked at while it is trained.
+    """
     path = checkpoint_file(config.checkpoint)
+    with ExitStack() as held:
+        try:
+            held.enter_context(FolderLock(run_folder(path), patience=0.0))
+            refusal = None
+        except OSError as error:
+            refusal = error
+        return _evaluations(path, config, say, refusal)
+
+
+def _evaluations(path: Path, config: EvaluateConfig, say: Say, refusal: OSError | None) -> list[EvaluationRecord]:
     loaded = load_model(path, device=resolve_device(config.resources.device))
     corpus = text_of(loaded, config.resources)
     is_own = corpus.checksum == loaded.run.corpus_checksum
     if not is_own:
         say(f"{corpus.name!r} is another text than {loaded.run.corpus!r}, which {path} was trained on: not recorded.")
+    elif refusal is not None:
+        say(f"Not recorded: {refusal.strerror or refusal}.")
     kinds = _kinds(loaded, config.splits) if config.batch is None else [(s, config.batch) for s in config.splits]
     records = []
     for split, batch in kinds:
         record = _evaluated(loaded, corpus, split, batch)
-        if is_own:
+        if is_own and refusal is None:
             append(path.parent / FILE, Record.of(record, Environment.here(resolve_device(config.resources.device))))
         say(evaluation_line(record))
         records.append(record)

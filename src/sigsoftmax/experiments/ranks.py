@@ -8,8 +8,9 @@ from pathlib import Path
 from sigsoftmax.analysis.matrix_sources import from_blocks
 from sigsoftmax.analysis.progress import Progress
 from sigsoftmax.analysis.streaming import SpectrumOptions, streamed_spectrum
+from sigsoftmax.experiments.folder_locks import FolderLock
 from sigsoftmax.experiments.log_outputs import log_output_blocks
-from sigsoftmax.experiments.runs import Resources
+from sigsoftmax.experiments.runs import Resources, run_folder
 from sigsoftmax.lm.data import Corpus, Split
 from sigsoftmax.lm.saved_models import check_same_corpus, load_model
 from sigsoftmax.lm.training import resolve_device
@@ -34,6 +35,13 @@ def measure_rank(
     found = known_spectrum(checkpoint, split)
     if found is not None:
         return found
+    with FolderLock(run_folder(checkpoint)):
+        return _measured(checkpoint, corpus, resources, split, progress)
+
+
+def _measured(
+    checkpoint: Path, corpus: Corpus, resources: Resources, split: Split, progress: Callable[[Progress], None] | None
+) -> ModelSpectrum:
     device = resolve_device(resources.device)
     loaded = load_model(checkpoint, device=device)
     check_same_corpus(loaded.meta, corpus, checkpoint)

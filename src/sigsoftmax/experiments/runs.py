@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -24,6 +25,7 @@ __all__ = [
     "chosen_recipes",
     "default_device",
     "planned_runs",
+    "run_folder",
     "run_in",
     "text_of",
 ]
@@ -147,6 +149,12 @@ def checkpoint_file(path: Path) -> Path:
     raise ValueError(
         f"no trained model at {path}: expected the folder of a run, as runs/ptb-softmax/141, or a best.safetensors"
     )
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to; where it lies in no run, its own."""
+    folder = checkpoint.resolve().parent
+    return folder.parent if folder.name in get_args(Phase) else folder
 
 
 def text_of(loaded: LoadedModel, resources: Resources) -> Corpus:

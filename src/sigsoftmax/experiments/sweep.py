@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sigsoftmax.experiments.display import duration_text
+from sigsoftmax.experiments.folder_locks import FolderLock
 from sigsoftmax.experiments.runs import default_device
-from sigsoftmax.experiments.sweep_locks import FolderLock
 from sigsoftmax.experiments.sweep_manifest import keep_plan, plan_change
 from sigsoftmax.experiments.sweep_plan import SweepConfig, Trial
 from sigsoftmax.experiments.sweep_ray import (
@@ -25,7 +25,7 @@ from sigsoftmax.experiments.sweep_ray import (
     run_on_ray,
     trials_at_once,
 )
-from sigsoftmax.experiments.sweep_trials import Failed, Place, finished_record, gathered, this_process, write_whole
+from sigsoftmax.experiments.sweep_trials import Failed, Place, finished_record, gathered, write_whole
 from sigsoftmax.experiments.sweep_words import differences, groups_of, results_table, trial_line
 from sigsoftmax.lm.corpus_files import find
 from sigsoftmax.records import Environment, Record
@@ -33,7 +33,6 @@ from sigsoftmax.records.sweeps import TrialRecord
 
 __all__ = ["SweepConfig", "TrialsFailed", "run"]
 
-LOCK_FILE = "sweep.lock"
 RECORDS_FILE = "sweep.jsonl"
 SHOW_SECONDS = 1.0
 SHOWN_TRIALS = 3
@@ -62,14 +61,14 @@ def run(
     ended = _finished(trials, config)
     if len(ended) < len(trials):
         check_ray()
-    with FolderLock(config.out / LOCK_FILE) as lock:
+    with FolderLock(config.out) as lock:
         # Between the look and the lock another command may have ended some.
         ended = _finished(trials, config)
         keep_plan(config, trials)
         say(_introduction(config, trials, len(ended)))
         failures: dict[Trial, str] = {}
         if len(ended) < len(trials):
-            remove_leftovers(config.out, lock.before.partition("\n")[2])
+            remove_leftovers(config.out, "" if lock.before is None else lock.before.leftovers)
             failures = _run_rest(config, trials, ended, lock, say, tell, progress)
         _gather(config, trials, ended, failures, say)
     if failures:
@@ -104,10 +103,9 @@ def _run_rest(
         progress("")
         tell(text)
 
-    lock.note(this_process())
     if config.address is None and ray_folder(config.out) is None:
         say(f"{config.out} is too long a path for Ray's sockets: its files go to a short one, removed at the end.")
-    with ray_session(config.address, config.out, lambda folder: lock.note(f"{this_process()}\n{folder}")) as ray:
+    with ray_session(config.address, config.out, lock.note) as ray:
         device, share = _device_and_share(config, ray)
         room = trials_at_once(ray, share, is_local=config.address is None)
         at_once = min(room, len(left), config.at_once or room)

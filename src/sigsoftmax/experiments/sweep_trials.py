@@ -21,8 +21,8 @@ import torch
 
 from sigsoftmax.experiments.compare import measure
 from sigsoftmax.experiments.evaluate import evaluate_best
+from sigsoftmax.experiments.folder_locks import FolderLock
 from sigsoftmax.experiments.runs import Resources, Run
-from sigsoftmax.experiments.sweep_locks import FolderLock
 from sigsoftmax.experiments.sweep_manifest import PLAN_FILE
 from sigsoftmax.experiments.sweep_plan import Trial
 from sigsoftmax.lm.corpus_files import DATA_VARIABLE
@@ -39,14 +39,12 @@ __all__ = [
     "finished_record",
     "gathered",
     "run_trial",
-    "this_process",
     "write_whole",
 ]
 
 TRIAL_FILE = "trial.jsonl"
 RECORDS_FILE = "records.jsonl"
 ERROR_FILE = "error.txt"
-LOCK_FILE = ".lock"
 CHECKPOINT_SECONDS = 30.0
 """after which the end of an epoch is saved: a worker may be lost at any moment, and loses no more than this"""
 LOCK_PATIENCE = 120.0
@@ -98,11 +96,6 @@ class Place:
         return Resources(data=self.data, device=self.device, precision=self.precision, at_once=self.at_once)
 
 
-def this_process() -> str:
-    """For whoever finds a lock taken."""
-    return f"process {os.getpid()} on {platform.node()}"
-
-
 @dataclass(frozen=True)
 class Failed:
     """Why a trial did not come through."""
@@ -121,8 +114,7 @@ def run_trial(trial: Trial, place: Place) -> TrialRecord | Failed:
             raise ValueError(
                 f"{platform.node()} does not see {place.out}; on a cluster --out must be a folder that all nodes share"
             )
-        with FolderLock(trial.folder / LOCK_FILE, patience=LOCK_PATIENCE) as lock:
-            lock.note(this_process())
+        with FolderLock(trial.folder, patience=LOCK_PATIENCE):
             return finished_record(trial, place.precision) or _ended(trial, resources)
     except Exception as error:  # noqa: BLE001 - whatever one trial raises, the others go on
         return _failed(trial, error)

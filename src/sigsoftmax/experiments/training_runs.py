@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
 
+from sigsoftmax.experiments.folder_locks import FolderLock
 from sigsoftmax.experiments.joined import started_processes
 from sigsoftmax.experiments.runs import Resources, Run
 from sigsoftmax.lm.data import Corpus
@@ -49,8 +51,12 @@ def train_runs(
 ) -> Iterator[tuple[Run, T]]:
     """Train all runs, each from where it was left, and yield each with what ``after`` makes of it.
 
-    Asked to stop, all save and KeyboardInterrupt is raised; at ``until``, a time of the monotonic clock, all save and
-    OutOfTime is raised. A run that diverges stops alone; that is raised when the others have ended.
+    Asked to stop, all save and KeyboardInterrupt is raised, with what is to be said of runs that have diverged; at
+    ``until``, a time of the monotonic clock, all save and OutOfTime is raised. A run that diverges stops alone; that is
+    raised when the others have ended.
+
+    The folder of each run is held while it is worked on: one that another process holds raises
+    :class:`~sigsoftmax.experiments.folder_locks.Busy`.
     """
     if find_spec("safetensors") is None:
         raise ValueError("runs are kept with safetensors: pip install 'sigsoftmax[lm]'")
@@ -77,31 +83,58 @@ def _in_turns(
     waiting, errors = deque(runs), list[Diverged]()
     while waiting:
         together: dict[Trainer, Run] = {}
-        while waiting and len(together) < resources.at_once:
-            run = waiting.popleft()
-            trainer = run.trainer(corpora[run], resources)
-            if trainer.finished:
-                yield run, after(run, corpora[run], resources)
-            else:
-                together[trainer] = run
-        left = dict(together)
-        try:
-            for trainer in run_together(
-                list(together),
-                lambda trainer, progress, together=together: watch(together[trainer], progress),  # type: ignore[misc]
-                until=until,
-            ):
-                run = left.pop(trainer)
-                yield run, after(run, corpora[run], resources)
-        except Diverged as error:
-            errors.append(Diverged(f"{' and '.join(run.name for run in left.values())}: {error}"))
-        except OutOfTime:
-            # A run that broke is told first: whoever gave the time knows by the clock that it is over.
-            if errors:
-                break
-            raise
+        with ExitStack() as held:
+            while waiting and len(together) < resources.at_once:
+                run = waiting.popleft()
+                held.enter_context(_held(run, resources))
+                trainer = run.trainer(corpora[run], resources)
+                if trainer.finished:
+                    yield run, after(run, corpora[run], resources)
+                else:
+                    together[trainer] = run
+            left = dict(together)
+            try:
+                for trainer in run_together(
+                    list(together),
+                    lambda trainer, progress, together=together: watch(together[trainer], progress),  # type: ignore[misc]
+                    until=until,
+                ):
+                    run = left.pop(trainer)
+                    yield run, after(run, corpora[run], resources)
+            except Diverged as error:
+                errors.append(Diverged(f"{' and '.join(run.name for run in left.values())}: {error}"))
+            except OutOfTime:
+                # A run that broke is told first: whoever gave the time knows by the clock that it is over.
+                if errors:
+                    break
+                raise
+            except KeyboardInterrupt as stop:
+                raise KeyboardInterrupt(*map(str, errors), *stop.args) from None
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def _held(run: Run, resources: Resources) -> Iterator[None]:
+    """Hold the folder of a run. For the processes that share the run their first one takes it, and tells the others."""
+    with ExitStack() as stack:
+        if resources.parallel is None:
+            stack.enter_context(FolderLock(run.folder))
+            yield
+            return
+        from sigsoftmax.lm.teams import told_by_first
+
+        def take() -> OSError | None:
+            try:
+                stack.enter_context(FolderLock(run.folder))
+            except OSError as error:
+                return error
+            return None
+
+        refusal = told_by_first(take)
+        if refusal is not None:
+            raise refusal
+        yield
 
 
 def _by_the_first(after: After[T]) -> After[T]:
@@ -162,7 +195,7 @@ def _in_processes(
                 "a process that trained ended by itself, perhaps for want of memory; the same command goes on from the "
                 "last checkpoints"
             ) from None
-        except BaseException:
+        except BaseException as error:
             # They save, and take no further run.
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -170,9 +203,18 @@ def _in_processes(
                 while not told.empty():
                     told.get()
                 time.sleep(LOOK_SECONDS)
+            if isinstance(error, KeyboardInterrupt):
+                errors += [diverged for future in futures if (diverged := _divergence(future)) is not None]
+                raise KeyboardInterrupt(*map(str, errors)) from None
             raise
     if errors:
         raise errors[0]
+
+
+def _divergence(future: Future[Any]) -> Diverged | None:
+    """The error of a run that could not be saved any more when it was asked to stop."""
+    error = future.exception() if future.done() and not future.cancelled() else None
+    return error if isinstance(error, Diverged) else None
 
 
 _worker: tuple[Resources, Any, Any, _Corpora] | None = None
@@ -201,7 +243,11 @@ def _work(run: Run, after: After[T]) -> T:
     resources, stop, told, corpora = _worker
     if stop.is_set():
         raise KeyboardInterrupt
-    corpus = corpora[run]
+    with FolderLock(run.folder):
+        return _trained(run, after, resources, stop, told, corpora[run])
+
+
+def _trained(run: Run, after: After[T], resources: Resources, stop: Any, told: Any, corpus: Corpus) -> T:
     trainer = run.trainer(corpus, resources)
     last = 0.0
 

@@ -52,8 +52,8 @@ class SavedModel:
 
     WHAT: ClassVar[str] = "checkpoint of a language model that can be used"
     REMEDY: ClassVar[str] = (
-        "best.safetensors is for using a model, and last.safetensors for going on with a run; take the "
-        "best.safetensors of another run, or train this one anew"
+        "a run's last.safetensors is for going on with the run, and best.safetensors for using the model; if that one "
+        "is no good, train it anew"
     )
     """what to do about a file that is refused"""
 
