@@ -103,7 +103,7 @@ def test_a_run_that_breaks_at_the_last_update_of_an_epoch_saves_nothing_of_it(tm
         assert status == 1
         assert re.search(
             r"is no longer finite after update 1 of epoch 2; nothing was saved since\. Kept: \S+last\.safetensors "
-            r"holds the run after the end of epoch 1: .*; \S+best\.safetensors holds the best weights, of epoch 1\.",
+            r"holds the run after epoch 1: .*; \S+best\.safetensors holds the best weights, of epoch 1\.",
             told,
         )
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -172,6 +172,9 @@ def test_a_validation_loss_that_is_not_finite(tmp_path):
     ):
         trainer.run()
     assert len(epochs_of(tmp_path)) == 2
+    with pytest.raises(Diverged, match="the validation loss is inf"):
+        trainer.save()
+    assert not (tmp_path / "last.safetensors").exists(), "validation had exchanged the weights"
     assert_finite_files(tmp_path)
 
 

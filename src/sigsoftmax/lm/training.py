@@ -181,6 +181,7 @@ class Trainer:
         """that ``last.safetensors`` is of; None where there is none"""
         self._saved_best: int | None = None
         """the epoch of ``best.safetensors``"""
+        self._divergence: Diverged | None = None
         self._seconds = 0.0
         """spent on the current epoch before a resumption"""
         self._stale = False
@@ -230,6 +231,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write checkpoints of where the run stands. Refused once it has diverged: what is saved is finite."""
+        if self._divergence is not None:
+            raise self._divergence
         with self._on_stream():
             self._check_losses()
             best = self._parallel.whole(self._best)
@@ -362,25 +365,25 @@ class Trainer:
         name = first_not_finite(tensors)
         if self._parallel.any(name is not None):
             where = f"{name!r}" if name is not None else "held by another process"
-            raise self._diverged(f"the state of the run ({where}) is no longer finite after {self._place()}")
+            raise self._diverged(f"the state of the run ({where}) is no longer finite {self._place()}")
 
     def _check_validated(self, evaluation: Evaluation) -> None:
         if not math.isfinite(evaluation.total):
-            raise self._diverged(f"the validation loss is {evaluation.loss} after {self._place()}")
+            raise self._diverged(f"the validation loss is {evaluation.loss} {self._place()}")
 
     def _check_step_size(self, drawn: int) -> None:
         step_size = self.config.learning_rate * drawn / self.config.bptt
         if step_size > LARGEST:
             raise self._diverged(
-                f"a window of {drawn} steps would take a step of size {step_size:g}, more than float32 can hold, after "
+                f"a window of {drawn} steps would take a step of size {step_size:g}, more than float32 can hold, "
                 f"{self._place()}"
             )
 
     def _place(self) -> str:
         """Where the run stands, in words."""
         if self._update:
-            return f"update {self._update} of epoch {self._epoch}"
-        return f"the end of epoch {self._epoch - 1}" if self._epoch > 1 else "no update"
+            return f"after update {self._update} of epoch {self._epoch}"
+        return f"after epoch {self._epoch - 1}" if self._epoch > 1 else "before the first update"
 
     def _diverged(self, problem: str) -> Diverged:
         """The error to raise, which tells what is kept. The best weights, which are finite, are kept first."""
@@ -392,15 +395,14 @@ class Trainer:
             self._saved_best = self._best_epoch
         kept = []
         if self._saved_place is not None:
-            kept.append(
-                f"{self.last_path} holds the run after {self._saved_place}: the same command goes on from there"
-            )
+            kept.append(f"{self.last_path} holds the run {self._saved_place}: the same command goes on from there")
         if best:
             kept.append(f"{self.best_path} holds the best weights, of epoch {self._best_epoch}")
-        return Diverged(
+        self._divergence = Diverged(
             f"{problem}; nothing was saved since. Kept: {'; '.join(kept) or 'nothing, since no epoch had ended'}. Try "
             f"a lower learning_rate than {self.config.learning_rate:g}, in another folder"
         )
+        return self._divergence
 
     def _save_is_due(self) -> bool:
         if self._checkpoint_updates is not None:
