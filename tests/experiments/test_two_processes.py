@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import time
 
@@ -31,18 +30,18 @@ def losses(folder):
     return [(record.epoch, record.train_loss, record.valid_loss) for record in epochs_of(folder)]
 
 
-def test_the_second_of_two_is_refused_and_the_first_goes_on_as_if_alone(tmp_path):
+def test_the_second_of_two_is_refused_until_the_first_is_dead(tmp_path):
     write_text(tmp_path / "text")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     folder = tmp_path / "runs/tiny-softmax/1/train"
     words = train_words(tmp_path, 100_000)
-    with subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as first:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command(*words), **quiet, env=environment) as first:
         while not (folder / "records.jsonl").is_file() and first.poll() is None:
             time.sleep(0.01)
         second = sigsoftmax(*words, env=environment)
-        first.send_signal(signal.SIGINT)
-        first.communicate(timeout=120)
-    assert first.returncode == 130
+        assert first.poll() is None
+        first.kill()
     assert second.returncode == 1
     assert re.search(
         rf"sigsoftmax train: error: another process is at work in \S+/tiny-softmax/1: process {first.pid} on ",
@@ -51,8 +50,9 @@ def test_the_second_of_two_is_refused_and_the_first_goes_on_as_if_alone(tmp_path
     # A second one would have begun anew, and deleted what the first had recorded.
     done = len(epochs_of(folder))
     assert [record.epoch for record in epochs_of(folder)] == list(range(1, done + 1))
+    # The lock of the dead one blocks nobody.
     for out in ("runs", "alone"):
-        ended = sigsoftmax(*train_words(tmp_path, done + 1, out=out), env=environment)
+        ended = sigsoftmax(*train_words(tmp_path, 3, out=out), env=environment)
         assert ended.returncode == 0, ended.stderr
     assert losses(folder) == losses(tmp_path / "alone/tiny-softmax/1/train")
 
