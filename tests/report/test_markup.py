@@ -28,12 +28,12 @@ def test_json_in_a_script_cannot_leave_it():
     written = script_json({HOSTILE: [HOSTILE, "<!--", "\u2028 & \u2029", 1.5, None]})
     for forbidden in ("<", ">", "&", "\u2028", "\u2029"):
         assert forbidden not in written
-    assert json.loads(written) == {HOSTILE: [HOSTILE, "<!--", "\u2028 & \u2029", 1.5, None]}
+    assert json.loads(written) == {HOSTILE: [HOSTILE, "<!--", "\ufffd & \ufffd", 1.5, None]}
     with pytest.raises(ValueError, match="JSON compliant"):
         script_json(float("nan"))
 
 
-@pytest.mark.parametrize("character", ["\x00", "\x1b", "\x9f", "\ud800", "\u202e", "\uffff"])
+@pytest.mark.parametrize("character", ["\x00", "\x1b", "\r", "\x9f", "\ud800", "\u202e", "\u2066", "\u200e", "\u061c", "\uffff"])
 def test_what_no_page_may_hold_is_replaced(character):
     assert visible(f"a{character}b") == "a\ufffdb"
     tag("p", f"a{character}b").encode()

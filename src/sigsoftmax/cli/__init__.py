@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from sigsoftmax._version import __version__
 from sigsoftmax.cli import language_models, studies, sweep
 from sigsoftmax.cli.parser import Parser, Verbs
+from sigsoftmax.terminal import escaped_output
 
 __all__ = ["main"]
 
@@ -39,8 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
     0; 1 where the machine or the run failed (a full disk, a loss that diverged); 2 for bad input; 130 after Ctrl-C.
+    Everything that is printed meanwhile is escaped, tracebacks of unforeseen errors included.
     """
-    given = sys.argv[1:] if argv is None else argv
+    with escaped_output():
+        return _run(sys.argv[1:] if argv is None else argv)
+
+
+def _run(given: Sequence[str]) -> int:
     arguments = _parser(given).parse_args(given)
     try:
         arguments.act(arguments)
@@ -57,12 +64,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch has a class of its own for the memory of GPUs alone.
         if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "DefaultCPUAllocator" in str(error):
             return _fail(arguments.verb, f"the device has too little memory; try --at-once 1. {error}", 1)
+<<<<<<< HEAD
         raise
     except KeyboardInterrupt as error:
+=======
+        return _fail_unforeseen()
+    except KeyboardInterrupt:
+>>>>>>> 9fb6b5b (Escape what the command line prints, in one place)
         resume = "; the same command goes on from there" if arguments.verb in RESUMABLE else ""
         print("\n".join([f"\ninterrupted{resume}", *map(str, error.args)]), file=sys.stderr)
         return 130
+    except Exception:
+        return _fail_unforeseen()
     return 0
+
+
+def _fail_unforeseen() -> int:
+    """The interpreter would print the traceback when the streams are no longer escaped, and it may quote anything."""
+    traceback.print_exc()
+    return 1
 
 
 def _fail(verb: str, error: object, status: int) -> int:

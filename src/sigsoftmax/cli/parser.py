@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from sigsoftmax.terminal import clear_line
+
 __all__ = ["Act", "Parser", "Verbs", "heads", "numbers", "progress", "say"]
 
 Act = Callable[[argparse.Namespace], None]
@@ -105,5 +107,6 @@ def say(text: str) -> None:
 def progress(text: str) -> None:
     """A line that the next one replaces, where someone is watching."""
     if sys.stderr.isatty():
-        # Clears the line first: the next text may be shorter.
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
+        # The next text may be shorter.
+        clear_line(sys.stderr)
+        print(text, end="", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self, TextIO
 
 from sigsoftmax.experiments.runs import Run
 from sigsoftmax.lm.training import PART, Progress
+from sigsoftmax.terminal import above_bars, clear_line, console
 
 __all__ = ["Display", "Watcher", "duration_text", "make_display", "perplexity_text", "watching"]
 
@@ -190,20 +191,19 @@ class ChangingLine(PlainLines):
         super().note(text)
 
     def _clear(self) -> None:
-        self._stream.write("\r\x1b[2K")
+        clear_line(self._stream)
 
 
 class RichBars:
     """A bar for each run with its epoch, speed, loss, perplexity and the time left; a line above it for each epoch."""
 
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bars
 
-        self._console = Console(file=stream, highlight=False)
+        self._console = console(stream)
         self._bars = Bars(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("epoch {task.fields[epoch]}"),
             TextColumn("{task.fields[speed]:,.0f} tokens/s"),
@@ -211,8 +211,8 @@ class RichBars:
             TextColumn("perplexity {task.fields[perplexity]}"),
             TextColumn("{task.fields[left]}"),
             console=self._console,
-            # Results that go to a file must get there; in a terminal they must not tear the bars.
-            redirect_stdout=sys.stdout.isatty(),
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
         self._tasks: dict[Run, Any] = {}
         self._drawn: dict[Run, float] = {}
@@ -221,6 +221,7 @@ class RichBars:
 
     def __enter__(self) -> Self:
         self._open.enter_context(self._bars)
+        self._open.enter_context(above_bars(self._console))
         return self
 
     def __exit__(
@@ -257,7 +258,7 @@ class RichBars:
             self._bars.update(self._tasks.pop(run), visible=False)
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text)
 
 
 def _terminal_width() -> int:

@@ -28,6 +28,7 @@ from sigsoftmax.experiments.runs import Resources, Run
 from sigsoftmax.lm.data import Corpus
 from sigsoftmax.lm.interruption import OutOfTime, SoftStop
 from sigsoftmax.lm.training import PART, Diverged, Progress, Trainer, run_together
+from sigsoftmax.terminal import escape_output
 
 __all__ = ["After", "Watch", "train_runs"]
 
@@ -222,6 +223,8 @@ _worker: tuple[Resources, Any, Any, _Corpora] | None = None
 
 def _begin_worker(resources: Resources, stop: Any, told: Any) -> None:
     global _worker
+    # What it prints, as warnings about records, is not printed by the command that started it.
+    escape_output()
     # Ctrl-C reaches every process of a terminal; the first one decides, and tells the others by `stop`.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

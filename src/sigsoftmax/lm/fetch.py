@@ -24,6 +24,7 @@ from typing import Any
 
 from sigsoftmax._version import __version__
 from sigsoftmax.lm.corpus_files import Split, cache_folder
+from sigsoftmax.terminal import above_bars, console
 
 __all__ = ["SOURCES", "Source", "Watch", "fetch", "terminal_progress"]
 
@@ -288,11 +289,14 @@ def terminal_progress() -> Iterator[Watch]:
 
 @contextmanager
 def _bars() -> Iterator[Watch]:
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    screen = console()
+    with (
+        Progress(*columns, console=screen, redirect_stdout=False, redirect_stderr=False) as bars,
+        above_bars(screen),
+    ):
         tasks: dict[str, Any] = {}
 
         def draw(name: str, arrived: int, total: int) -> None:

@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from sigsoftmax.terminal import ACTIVE
+
 __all__ = ["Child", "Markup", "join", "plot_text", "script_json", "tag", "visible"]
 
 VOID = frozenset({"br", "hr", "input", "link", "meta"})
-# What HTML and SVG may not hold, and lone halves of surrogate pairs, which UTF-8 cannot hold. The marks that turn the
-# direction of writing would let a name rearrange the text around it.
-UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+NONCHARACTERS = re.compile("[\ufffe\uffff]")
+"""HTML and SVG may not hold them"""
 
 
 class Markup(str):
@@ -29,8 +30,11 @@ Child = str | int | Markup | None | Iterable["Child"]
 
 
 def visible(text: str) -> str:
-    """The text, with a replacement character for what no page may hold."""
-    return UNPRINTABLE.sub("\ufffd", text)
+    """The text, with a replacement character for what no page may hold, or would act on or hide instead of drawing it.
+
+    Not with an escape, as on a terminal: inside JSON that would be read as the character again.
+    """
+    return NONCHARACTERS.sub("\ufffd", ACTIVE.sub("\ufffd", text))
 
 
 def join(*children: Child) -> Markup:
@@ -64,7 +68,7 @@ def tag(name: str, /, *children: Child, **attributes: str | int | bool | None) -
 def script_json(value: Any) -> Markup:
     """JSON that may stand inside a script element: no text in it can end the element or begin a comment."""
     text = visible(json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")))
-    for character in "<>&\u2028\u2029":
+    for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
 
