@@ -77,11 +77,11 @@ def test_a_stream_is_escaped_and_otherwise_itself():
 
 def test_output_is_escaped_whoever_prints_and_only_inside(capsys):
     with escaped_output():
-        print("out \x1b")
-        print("err \x9b", file=sys.stderr)
+        print("out \x1b")  # noqa: T201
+        print("err \x9b", file=sys.stderr)  # noqa: T201
         sys.stderr.write("\u202e\n")
         logging.StreamHandler().emit(logging.makeLogRecord({"msg": "\x07"}))
-    print("after \x1b")
+    print("after \x1b")  # noqa: T201
     printed = capsys.readouterr()
     assert printed.out == "out \\x1b\nafter \x1b\n"
     assert printed.err == "err \\x9b\n\\u202e\n\\x07\n"
@@ -199,7 +199,7 @@ def test_bars_and_lines_above_them(screen, monkeypatch):
     with RichBars(screen) as bars:
         bars.watch(run, at(1))
         bars.watch(run, epoch(2))
-        print(f"said meanwhile {HOSTILE}")
+        print(f"said meanwhile {HOSTILE}")  # noqa: T201
         bars.ended(run)
     assert_no_foreign_sequences(screen.getvalue())
     assert "said meanwhile" in screen.getvalue()
@@ -211,9 +211,9 @@ def test_what_goes_to_a_file_gets_there_while_bars_are_drawn(screen, monkeypatch
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", screen)
     with above_bars(console(screen)):
-        print("a result")
-        print("a word", file=sys.stderr)
-        print("half", end="", file=sys.stderr)
+        print("a result")  # noqa: T201
+        print("a word", file=sys.stderr)  # noqa: T201
+        print("half", end="", file=sys.stderr)  # noqa: T201
     assert out.getvalue() == "a result\n"
     assert screen.getvalue() == "a word\nhalf"
 

@@ -116,9 +116,9 @@ def clear_line(stream: TextIO) -> None:
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A console of rich that escapes texts and lets its own control sequences through; ModuleNotFoundError without rich.
+    """A console of rich that escapes texts and lets its own control sequences through.
 
-    ``stream`` is the error stream by default.
+    ``stream`` is the error stream by default. Without rich this raises ModuleNotFoundError.
     """
     from rich.console import Console
     from rich.segment import Segment

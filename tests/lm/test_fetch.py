@@ -1,8 +1,12 @@
 """Corpora are fetched whole and right, through bad servers, networks and disks; nothing half-written is left."""
 
+import contextlib
 import errno
+import gzip
 import hashlib
 import io
+import os
+import random
 import resource
 import signal
 import subprocess
@@ -12,6 +16,7 @@ import threading
 import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +24,13 @@ pytest.importorskip("pooch")
 
 from tests.lm.corpora import folder_of
 
+from sigsoftmax import cli
+from sigsoftmax.lm import download_files
 from sigsoftmax.lm import fetch as fetching
 from sigsoftmax.lm.corpus_files import PUBLISHED, cache_folder, find
+from sigsoftmax.lm.download_files import open_again, open_new
 from sigsoftmax.lm.fetch import BLOCK, SOURCES, PublishedFile, Source, fetch, terminal_progress
+from sigsoftmax.terminal import ACTIVE
 
 TEXTS = {
     "train": b"".join(b"sentence %d of the training text\n" % i for i in range(20_000)),
@@ -30,13 +39,21 @@ TEXTS = {
 }
 
 
+class Endless:
+    """Is sent for as long as someone takes it."""
+
+    def __len__(self):
+        return 1 << 40
+
+
 class Server(ThreadingHTTPServer):
     """Serves ``files`` by path; ``faults`` are taken one a request, and ``requests`` remembers what was asked."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files, self.faults, self.requests = {}, [], []
-        self.ranges = True
+        self.ranges = self.says_length = True
+        self.headers, self.reason, self.sent = {}, None, 0
 
     @property
     def address(self):
@@ -57,15 +74,23 @@ class Handler(BaseHTTPRequestHandler):
         fault = server.faults.pop(0) if server.faults else None
         content = server.files.get(self.path)
         if content is None or fault == "gone":
-            return self.send_error(404)
+            return self.send_error(404, server.reason)
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and server.ranges else 0
         if start >= len(content):
             return self.send_error(416)
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(content) - start))
+        if server.says_length:
+            self.send_header("Content-Length", str(len(content) - start))
+        for name, value in server.headers.items():
+            self.send_header(name, value)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         self.end_headers()
+        if isinstance(content, Endless):
+            with contextlib.suppress(OSError):
+                while server.sent < 1 << 28:
+                    server.sent += self.wfile.write(bytes(1 << 16))
+            return None
         body = content[start:]
         if isinstance(fault, int):
             self.wfile.write(body[:fault])
@@ -226,6 +251,156 @@ def test_archives_that_are_no_good_are_refused(server, corpus, tmp_path, wrong):
     with pytest.raises(OSError, match=r"all\.zip#inner/train\.txt: (no archive with|.*is not the published file)"):
         fetch("small", tmp_path)
     assert not (tmp_path / "small").exists()
+
+
+def zipped(**members):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return packed.getvalue()
+
+
+@contextlib.contextmanager
+def most_bytes_in(folder):
+    """The most that all files of a folder held together while this was open, looked at every few milliseconds."""
+    found, ended = [0], threading.Event()
+
+    def look():
+        while not ended.wait(0.002):
+            with contextlib.suppress(OSError):
+                found[0] = max(found[0], sum(p.lstat().st_size for p in folder.rglob("*") if p.is_file()))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def test_an_archive_is_not_unpacked_beyond_the_published_size(server, corpus, tmp_path):
+    server.files["/all.zip"] = zipped(train=bytes(200 << 20))
+    assert len(server.files["/all.zip"]) < 1 << 18
+    corpus("all.zip#{split}")
+    with most_bytes_in(tmp_path) as most, pytest.raises(OSError, match=r"it is longer than [\d,]+ bytes"):
+        fetch("small", tmp_path)
+    assert most[0] <= len(TEXTS["train"]) + len(server.files["/all.zip"])
+    assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize("says_its_length", [True, False])
+@pytest.mark.parametrize("address", ["long/{split}.txt", "long.zip#{split}"])
+def test_a_server_that_sends_too_much_is_cut_off(server, corpus, tmp_path, address, says_its_length):
+    server.says_length = says_its_length
+    server.files |= {"/long/train.txt": Endless(), "/long.zip": Endless()}
+    corpus(address)
+    with most_bytes_in(tmp_path) as most, pytest.raises(OSError, match=r"more than the [\d,]+ bytes that were"):
+        fetch("small", tmp_path)
+    assert most[0] <= 2 * sum(map(len, TEXTS.values()))
+    assert server.sent < 1 << 26, "the connection was closed"
+
+
+def test_a_server_that_compresses_is_refused(server, corpus, tmp_path):
+    server.files["/good/train.txt"] = gzip.compress(bytes(1 << 24))
+    server.headers = {"Content-Encoding": "gzip"}
+    with pytest.raises(OSError, match=r"the encoding 'gzip', which was not asked for"):
+        fetch("small", tmp_path)
+
+
+def test_what_has_arrived_outlives_a_server_that_offers_too_much(server, corpus, tmp_path):
+    corpus("good/{split}.txt", "long/{split}.txt")
+    server.files["/long/train.txt"] = Endless()
+    server.faults = [12 * BLOCK, 0, 0]
+    with pytest.raises(OSError, match="more than the"):
+        fetch("small", tmp_path)
+    assert (tmp_path / "small" / ".download" / "train.txt.part").stat().st_size == 12 * BLOCK
+    assert contents(fetch("small", tmp_path)) == COMPLETE
+
+
+NAMES = ("train.txt.part", "train.txt", "all.zip.part", "all.zip")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["symlink", "dangling symlink", "hard link", "folder", "fifo"])
+def test_what_is_no_file_of_ours_is_not_written_to(server, corpus, tmp_path, name, kind):
+    server.files["/all.zip"] = zipped(**TEXTS)
+    corpus("all.zip#{split}" if name.startswith("all") else "good/{split}.txt")
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious\n")
+    waiting = tmp_path / "small" / ".download"
+    waiting.mkdir(parents=True)
+    obstacle = waiting / name
+    if kind == "symlink":
+        obstacle.symlink_to(victim)
+    elif kind == "dangling symlink":
+        obstacle.symlink_to(tmp_path / "nothing yet")
+    elif kind == "hard link":
+        obstacle.hardlink_to(victim)
+    elif kind == "folder":
+        (obstacle / "inside").mkdir(parents=True)
+    else:
+        os.mkfifo(obstacle)
+    words = {"hard link": r"a file with several names \(hard links\)", "folder": "a folder", "fifo": "no file"}
+    with pytest.raises(ValueError, match=rf"{name} is {words.get(kind, 'a symbolic link')}.*Nothing was written"):
+        fetch("small", tmp_path)
+    assert victim.read_bytes() == b"precious\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"small", "victim"}
+    assert os.path.lexists(obstacle)
+
+
+@pytest.mark.usefixtures("corpus", "server")
+@pytest.mark.parametrize("kind", ["symlink", "file"])
+def test_the_folder_of_a_download_is_a_folder(tmp_path, kind):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    if kind == "symlink":
+        (tmp_path / "small" / ".download").symlink_to(tmp_path / "elsewhere")
+    else:
+        (tmp_path / "small" / ".download").touch()
+    with pytest.raises(ValueError, match="where a folder for the download was expected; remove it"):
+        fetch("small", tmp_path)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.usefixtures("corpus", "server")
+def test_a_link_put_there_at_the_last_moment_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious\n")
+    part = tmp_path / "part"
+    part.symlink_to(victim)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(download_files, "check_plain", lambda path: None)
+        with pytest.raises(OSError, match="symbolic link"):
+            open_again(part)
+        patch.setattr(Path, "unlink", lambda path, **_: None)
+        with pytest.raises(FileExistsError):
+            open_new(part)
+    assert victim.read_bytes() == b"precious\n"
+
+
+@pytest.mark.parametrize("damage", range(40))
+def test_nothing_comes_of_a_damaged_archive_but_right_files_or_words(server, corpus, tmp_path, damage):
+    draw = random.Random(damage)
+    content = bytearray(zipped(**TEXTS))
+    # The directory at the end of an archive is where damage does most.
+    for place in (draw.randrange(len(content)), *(-draw.randrange(1, 200) for _ in range(4))):
+        content[place] = draw.choice((0, 255, draw.randrange(256)))
+    server.files["/all.zip"] = bytes(content)
+    corpus("all.zip#{split}")
+    with contextlib.suppress(OSError):
+        assert contents(fetch("small", tmp_path)) == COMPLETE
+    assert all(path.read_bytes() == COMPLETE[path.name] for path in tmp_path.glob("small/*.txt"))
+
+
+def test_words_of_a_server_do_not_act_on_a_terminal(server, corpus, tmp_path, capsys):
+    server.reason = "\x1b]0;title\x07 Gone \x9b2K"
+    server.files.clear()
+    assert cli.main(["data", "fetch", "small", "--data", str(tmp_path)]) == 1
+    printed = capsys.readouterr().err
+    assert r"the server answered 404 \x1b]0;title\x07 Gone" in printed
+    assert ACTIVE.search(printed) is None
 
 
 @pytest.mark.usefixtures("corpus", "server")

@@ -74,7 +74,7 @@ def _run(given: Sequence[str]) -> int:
         resume = "; the same command goes on from there" if arguments.verb in RESUMABLE else ""
         print("\n".join([f"\ninterrupted{resume}", *map(str, error.args)]), file=sys.stderr)
         return 130
-    except Exception:
+    except Exception:  # noqa: BLE001 - the interpreter would print it, too
         return _fail_unforeseen()
     return 0
 

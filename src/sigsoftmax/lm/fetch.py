@@ -24,6 +24,7 @@ from typing import Any
 
 from sigsoftmax._version import __version__
 from sigsoftmax.lm.corpus_files import Split, cache_folder
+from sigsoftmax.lm.download_files import NotPlain, check_plain, make_folder, open_again, open_new
 from sigsoftmax.terminal import above_bars, console
 
 __all__ = ["SOURCES", "Source", "Watch", "fetch", "terminal_progress"]
@@ -54,6 +55,11 @@ class Source:
     files: Mapping[Split, PublishedFile]
     addresses: tuple[str, ...]
     """with ``{split}``; ``archive.zip#member`` is a file inside an archive"""
+
+    @property
+    def most_archive_bytes(self) -> int:
+        """No archive of compressed text that is right is as large as twice the text, whatever lies beside it there."""
+        return 2 * sum(published.size for published in self.files.values())
 
 
 GITHUB = "https://raw.githubusercontent.com"
@@ -99,17 +105,17 @@ def fetch(name: str, folder: str | Path | None = None, *, watch: Watch = lambda 
     target = (cache_folder() if folder is None else Path(folder)) / name
     waiting = target / ".download"
     try:
-        waiting.mkdir(parents=True, exist_ok=True)
+        make_folder(waiting)
         for split, published in source.files.items():
             path = target / f"{split}.txt"
             if path.exists() and _is(path, published):
                 watch(path.name, published.size, published.size)
                 continue
-            if path.exists() and folder is not None:
+            if path.exists() and (folder is not None or not path.is_file()):
                 raise ValueError(
                     f"{path} is there already and is not that of {name!r}; remove it, or choose another folder"
                 )
-            arrived = _Delivery(name, split, published, waiting, watch).from_any(source.addresses)
+            arrived = _Delivery(name, split, source, waiting, watch).from_any()
             _make_durable(arrived)
             arrived.replace(path)
         shutil.rmtree(waiting)
@@ -133,14 +139,15 @@ def fetch(name: str, folder: str | Path | None = None, *, watch: Watch = lambda 
 class _Delivery:
     """One file, on its way from any of several addresses."""
 
-    def __init__(self, name: str, split: Split, published: PublishedFile, waiting: Path, watch: Watch) -> None:
-        self._name, self._split, self._published = name, split, published
+    def __init__(self, name: str, split: Split, source: Source, waiting: Path, watch: Watch) -> None:
+        self._name, self._split, self._source = name, split, source
+        self._published = source.files[split]
         self._waiting, self._watch = waiting, watch
 
-    def from_any(self, addresses: tuple[str, ...]) -> Path:
+    def from_any(self) -> Path:
         """The file, complete and right, still in the waiting folder."""
         failures = []
-        for address in addresses:
+        for address in self._source.addresses:
             address = address.format(split=self._split)
             try:
                 return self._from(address)
@@ -157,24 +164,36 @@ class _Delivery:
         if not is_in_archive:
             return self._retrieved(url, f"{self._split}.txt", self._published)
         archive = self._retrieved(url, url.rpartition("/")[2], None)
-        path = self._waiting / f"{self._split}.txt"
         try:
-            with zipfile.ZipFile(archive) as opened, opened.open(member) as packed, path.open("wb") as file:
-                shutil.copyfileobj(packed, file)
-        except (zipfile.BadZipFile, KeyError) as error:
+            return self._unpacked(archive, member)
+        except _Failed:
             archive.unlink()
-            raise _Failed(f"no archive with {member}: {error}") from None
+            (self._waiting / f"{self._split}.txt").unlink(missing_ok=True)
+            raise
+
+    def _unpacked(self, archive: Path, member: str) -> Path:
+        """The member of an archive as a file of ours: neither its name nor its size decides what is written where."""
+        path, size, copied = self._waiting / f"{self._split}.txt", self._published.size, 0
+        with open_new(path) as file:
+            for block in _member_blocks(archive, member):
+                copied += len(block)
+                # An archive may say that a member is small, and unpack it without end.
+                if copied > size:
+                    break
+                file.write(block)
+        if copied > size:
+            raise _Failed(f"{member} is not the published file: it is longer than {size:,} bytes")
         if not _is(path, self._published):
-            path.unlink()
-            archive.unlink()
             raise _Failed(f"{member} is not the published file: its checksum is another")
         return path
 
     def _retrieved(self, url: str, file_name: str, published: PublishedFile | None) -> Path:
         pooch, requests = _packages()
         size = None if published is None else published.size
+        check_plain(self._waiting / file_name)
         for attempt in range(ATTEMPTS):
-            downloader = _Resuming(self._waiting / f"{file_name}.part", size, self._watch)
+            part = self._waiting / f"{file_name}.part"
+            downloader = _Resuming(part, size, self._source.most_archive_bytes, self._watch)
             try:
                 known_hash = None if published is None else f"sha256:{published.sha256}"
                 return Path(pooch.retrieve(url, known_hash, file_name, self._waiting, downloader=downloader))
@@ -184,11 +203,24 @@ class _Delivery:
                 if attempt == ATTEMPTS - 1:
                     raise _Failed(_reason(error)) from None
                 time.sleep(PAUSE)
+            except NotPlain:
+                raise
             except ValueError as error:
                 # The part that was there may have been of another file: from the start it may be right.
-                if not downloader.went_on:
+                if not downloader.went_on or attempt == ATTEMPTS - 1:
                     raise _Failed(f"not the published file: {error}") from None
-        raise _Failed("not the published file, as often as it was fetched")
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _member_blocks(archive: Path, member: str) -> Iterator[bytes]:
+    """What a file in an archive holds; whatever is wrong with the archive is a failure of its address."""
+    try:
+        with zipfile.ZipFile(archive) as opened, opened.open(member) as packed:
+            while block := packed.read(BLOCK):
+                yield block
+    # A damaged archive makes zipfile raise any of a dozen exceptions, as ValueError, EOFError and zlib.error.
+    except Exception as error:  # noqa: BLE001
+        raise _Failed(f"no archive with {member}: {error or type(error).__name__}") from None
 
 
 class _Failed(Exception):
@@ -196,16 +228,21 @@ class _Failed(Exception):
 
 
 class _Resuming:
-    """A downloader for pooch that keeps what has arrived in ``part``, and goes on from there."""
+    """A downloader for pooch that keeps what has arrived in ``part``, and goes on from there.
 
-    def __init__(self, part: Path, size: int | None, watch: Watch) -> None:
+    ``size`` is that of the published file; where it is not known, no more than ``most`` bytes are taken.
+    """
+
+    def __init__(self, part: Path, size: int | None, most: int, watch: Watch) -> None:
         self._part, self._size, self._watch = part, size, watch
+        self._most = most if size is None else size
         self.went_on = False
 
     def __call__(self, url: str, output_file: str, pooch: object, check_only: bool = False) -> None:
         assert not check_only, "retrieve does not only check"
+        check_plain(self._part)
         have = self._part.stat().st_size if self._part.exists() else 0
-        if self._size is not None and have > self._size:
+        if have > self._most:
             have = 0
         if have == self._size:
             # All of it had arrived before a kill; the checksum will tell.
@@ -225,17 +262,27 @@ class _Resuming:
                 self._part.unlink()
                 return self._download(url, 0)
             response.raise_for_status()
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding.strip().lower() not in ("", "identity"):
+                raise ValueError(f"the server sent it in the encoding {encoding!r}, which was not asked for")
             self.went_on = have > 0 and response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
             # A server without ranges sends it all again.
             arrived = have if self.went_on else 0
             total = arrived + int(response.headers.get("Content-Length", 0))
-            with self._part.open("ab" if self.went_on else "wb") as file:
+            too_long = ValueError(f"the server sends more than the {self._most:,} bytes that were expected")
+            if total > self._most:
+                raise too_long
+            with open_again(self._part) if self.went_on else open_new(self._part) as file:
                 for block in response.iter_content(BLOCK):
-                    file.write(block)
                     arrived += len(block)
-                    self._watch(self._part.name.removesuffix(".part"), arrived, self._size or total)
-                    if self._size is not None and arrived > self._size:
+                    if arrived > self._most:
                         break
+                    file.write(block)
+                    self._watch(self._part.name.removesuffix(".part"), arrived, self._size or total)
+        if arrived > self._most:
+            # What arrived before is the beginning of something else.
+            self._part.unlink()
+            raise too_long
         if self._size is not None and arrived < self._size:
             raise requests.ConnectionError(f"the connection ended after {arrived:,} of {self._size:,} bytes")
 
