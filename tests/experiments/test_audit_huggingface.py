@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.experiments.tiny_models import WIDTH, WORDS, save_model, save_tokenizer
 
+from sigsoftmax import cli
 from sigsoftmax.experiments.audit_huggingface import open_head_only, open_model
 from sigsoftmax.family import OutputFunction
 
@@ -208,3 +209,95 @@ def test_without_transformers_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match=r"needs transformers: pip install 'sigsoftmax\[hf\]'"):
         open_model("somebody/something", memory=MEMORY)
+
+
+# --- code of others ---------------------------------------------------------------------------------------------------
+
+
+OWN_CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Path({marker!r}).touch()
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def bring_code(folder, marker, *, of_model=True, of_tokenizer=False):
+    """Makes a stored model one that brings code of its own, which leaves a marker when it runs."""
+    (folder / "modeling_own.py").write_text(OWN_CODE.format(marker=str(marker)))
+    if of_model:
+        settings = json.loads((folder / "config.json").read_text())
+        settings["model_type"] = "own-llama"
+        settings["auto_map"] = {
+            "AutoConfig": "modeling_own.OwnConfig",
+            "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+        }
+        (folder / "config.json").write_text(json.dumps(settings))
+    if of_tokenizer:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings |= {
+            "tokenizer_class": "OwnTokenizer",
+            "auto_map": {"AutoTokenizer": [None, "modeling_own.OwnTokenizer"]},
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture
+def answers_yes(tmp_path, monkeypatch):
+    """Whoever asks at the terminal is answered `y`."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("answers_yes")
+@pytest.mark.parametrize("options", [[], ["--bounds-only"], ["--teacher"], ["tokenizer"]], ids=lambda o: "".join(o))
+def test_code_of_others_runs_only_where_it_is_allowed(tmp_path, options, capsys, monkeypatch):
+    marker = tmp_path / "it-ran"
+    plain, own = save_model("llama", tmp_path / "plain"), save_model("llama", tmp_path / "own", seed=1)
+    if options == ["tokenizer"]:
+        save_tokenizer(own)
+    bring_code(own, marker, of_model=options != ["tokenizer"], of_tokenizer=options == ["tokenizer"])
+    words = ["audit", str(own), "--out", str(tmp_path / "out"), "--contexts", "40", "--argmax-words", "0"]
+    if options == ["--teacher"]:
+        words[1:2] = [str(plain), "--teacher", str(own)]
+        words += ["--heads", "softmax", "--iterations", "2", "--starts", "1", "--workers", "1", "--widths", "2"]
+    words += [word for word in options if word == "--bounds-only"]
+
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert f"{own} brings Python code of its own" in error
+    assert "--trust-remote-code runs it" in error
+    assert not marker.exists()
+
+    assert cli.main([*words, "--trust-remote-code"]) == 0
+    assert marker.exists()
+
+
+@pytest.mark.usefixtures("answers_yes")
+def test_a_model_with_an_output_function_and_code_of_its_own(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from sigsoftmax.integrations.huggingface import apply_output_function
+
+    own = save_model("llama", tmp_path / "own")
+    bring_code(own, tmp_path / "it-ran")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = apply_output_function(AutoModelForCausalLM.from_pretrained(own, trust_remote_code=True), "sigsoftmax")
+    model.save_pretrained(tmp_path / "patched")
+    with pytest.raises(ValueError, match="brings Python code of its own"):
+        open_model(str(tmp_path / "patched"), memory=MEMORY)
+    opened = open_model(str(tmp_path / "patched"), memory=MEMORY, trust_remote_code=True)
+    assert str(opened.layer.function) == "sigsoftmax"

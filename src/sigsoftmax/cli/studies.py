@@ -206,6 +206,11 @@ def _add_audit(verbs: Verbs) -> None:
     audit.add_argument(
         "--bounds-only", action="store_true", help="bounds of the rank alone, from the output layer alone"
     )
+    audit.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that MODEL or the teacher brings along (default: refuse such a model)",
+    )
     audit.add_argument("--contexts", type=int, metavar="N")
     audit.add_argument("--window", type=int, metavar="N", help="tokens that the model sees at once (default: 128)")
     audit.add_argument(

@@ -144,12 +144,13 @@ class _Auditor:
                 raise ValueError("--function is not for checkpoints: they know their output function")
             return open_checkpoint(config.model, text=config.text, device=config.device)
         if config.bounds_only:
-            return open_head_only(config.model, function=config.function)
+            return open_head_only(config.model, function=config.function, trust_remote_code=config.trust_remote_code)
         self.model = open_model(
             config.model,
             memory=config.memory,
             function=config.function,
             device=config.device,
+            trust_remote_code=config.trust_remote_code,
             progress=self.progress,
         )
         text = None if config.text is None else read_text(config.text)
@@ -329,7 +330,13 @@ class _Auditor:
 
     def _teacher_log_probs(self, name: str) -> Tensor:
         assert self.model is not None and self.model.shown is not None
-        teacher = open_model(name, memory=self.config.memory, device=self.config.device, progress=self.progress)
+        teacher = open_model(
+            name,
+            memory=self.config.memory,
+            device=self.config.device,
+            trust_remote_code=self.config.trust_remote_code,
+            progress=self.progress,
+        )
         if teacher.layer.words != self.model.layer.words:
             raise ValueError(
                 f"the teacher {name} has {teacher.layer.words:,} words and {self.config.model} has "

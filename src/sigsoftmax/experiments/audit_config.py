@@ -35,6 +35,8 @@ class AuditConfig:
     """the output function, where a file does not say it or the model's is not recognised"""
     bounds_only: bool = False
     """nothing but bounds of the rank; of a Hugging Face model only the output layer is read"""
+    trust_remote_code: bool = False
+    """whether Python code that a Hugging Face model (or teacher) brings along may be run"""
     contexts: int | None = None
     """None: twice the width, at most 2048, and what the memory holds"""
     window: int = 128

@@ -141,23 +141,32 @@ class HuggingFaceModel:
 
 
 def open_model(
-    name: str, *, memory: int, function: str | None = None, device: str = "cpu", progress: Progress = lambda _: None
+    name: str,
+    *,
+    memory: int,
+    function: str | None = None,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    progress: Progress = lambda _: None,
 ) -> HuggingFaceModel:
-    """Load a causal language model from a folder or the hub, and find out its output function."""
+    """Load a causal language model from a folder or the hub, and find out its output function.
+
+    A model that brings code of its own is refused unless ``trust_remote_code`` says that this code may run.
+    """
     transformers = transformers_library(name)
     with quiet(transformers):
         progress(f"reading the configuration of {name}")
-        settings = read_config(transformers, name)
+        settings = read_config(transformers, name, trust_remote_code=trust_remote_code)
         # The skeleton has no memory: it tells the size before anything is loaded.
-        skeleton = skeleton_of(transformers, name, settings)
+        skeleton = skeleton_of(transformers, name, settings, trust_remote_code=trust_remote_code)
         numbers = sum(parameter.numel() for parameter in skeleton.parameters())
         dtype = loading_dtype(name, settings, numbers, memory)
         progress(f"loading {name}: {numbers / 1e6:,.0f} million parameters in {str(dtype).removeprefix('torch.')}")
         try:
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, output_loading_info=True
+                name, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
             )
-            tokenizer = read_tokenizer(transformers, name)
+            tokenizer = read_tokenizer(transformers, name, trust_remote_code=trust_remote_code)
         except reading_errors() as error:
             raise ValueError(f"the weights of {name} cannot be read, a file may be truncated: {error}") from None
     model = model.eval().to(device)
@@ -189,12 +198,12 @@ def open_model(
     return HuggingFaceModel(name, model, tokenizer, layer, found.scale, found.explanation, notes)
 
 
-def open_head_only(name: str, *, function: str | None = None) -> Source:
+def open_head_only(name: str, *, function: str | None = None, trust_remote_code: bool = False) -> Source:
     """The output layer of a model stored as safetensors, and nothing else of it."""
     transformers = transformers_library(name)
     with quiet(transformers):
-        settings = read_config(transformers, name)
-        skeleton = skeleton_of(transformers, name, settings)
+        settings = read_config(transformers, name, trust_remote_code=trust_remote_code)
+        skeleton = skeleton_of(transformers, name, settings, trust_remote_code=trust_remote_code)
         output = output_module(name, skeleton)
         names = {key for key, value in skeleton.named_parameters(remove_duplicate=False) if value is output.weight}
         biases = {key for key, value in skeleton.named_parameters() if value is getattr(output, "bias", None)}

@@ -23,6 +23,7 @@ __all__ = [
     "read_config",
     "read_tokenizer",
     "reading_errors",
+    "refuse_code_of_others",
     "skeleton_of",
     "stored_tensor",
     "text_config",
@@ -43,10 +44,23 @@ def transformers_library(name: str) -> Any:
     return transformers
 
 
-def read_config(transformers: Any, name: str) -> Any:
+def refuse_code_of_others(name: str, error: Exception) -> None:
+    """Raises in words of ours where transformers would not run the code that a model brings along.
+
+    Left to itself, transformers asks the user at the terminal and runs it after a `y`; here it is told yes or no.
+    """
+    if "trust_remote_code" in str(error):
+        raise ValueError(
+            f"{name} brings Python code of its own (its files name it under `auto_map`), and code of others is not run "
+            "unasked. Read that code; if you trust it, --trust-remote-code runs it (in Python: trust_remote_code=True)"
+        ) from None
+
+
+def read_config(transformers: Any, name: str, *, trust_remote_code: bool = False) -> Any:
     try:
-        return transformers.AutoConfig.from_pretrained(name)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        refuse_code_of_others(name, error)
         kind = "folder" if Path(name).is_dir() else "name"
         raise ValueError(f"no model can be read from the {kind} {name!r}: {_first_line(error)}") from None
 
@@ -56,11 +70,12 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def skeleton_of(transformers: Any, name: str, settings: Any) -> Any:
+def skeleton_of(transformers: Any, name: str, settings: Any, *, trust_remote_code: bool = False) -> Any:
     try:
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(settings)
+            return transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError) as error:
+        refuse_code_of_others(name, error)
         raise ValueError(
             f"{name} is not a causal language model, so it has no output layer over words: {_first_line(error)}"
         ) from None
@@ -109,14 +124,15 @@ def loading_dtype(name: str, settings: Any, numbers: int, memory: int) -> torch.
     return stored
 
 
-def read_tokenizer(transformers: Any, name: str) -> Any | None:
+def read_tokenizer(transformers: Any, name: str, *, trust_remote_code: bool = False) -> Any | None:
     folder = Path(name)
     known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
     if folder.is_dir() and not any((folder / file).is_file() for file in known):
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(name)
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
+        refuse_code_of_others(f"the tokenizer of {name}", error)
         if folder.is_dir():
             raise ValueError(f"the tokenizer in {name} cannot be read: {_first_line(error)}") from None
         return None

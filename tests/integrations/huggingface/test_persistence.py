@@ -378,3 +378,19 @@ def test_models_with_code_of_their_own(tmp_path, monkeypatch):
     loaded = from_pretrained(tmp_path / "patched", trust_remote_code=True)
     assert type(loaded).__name__ == "OwnForCausalLM"
     assert_same(model, loaded)
+
+
+def test_nobody_is_asked_whether_code_of_others_may_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    marker = tmp_path / "it-ran"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "modeling_own.py").write_text(f"open({str(marker)!r}, 'w').close()\n{MODELING}")
+    settings = config("llama").to_dict() | {
+        "model_type": "own-llama",
+        "auto_map": {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+    }
+    (tmp_path / "own" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        from_pretrained(tmp_path / "own", function="sigsoftmax")
+    assert not marker.exists()

@@ -29,9 +29,11 @@ def from_pretrained(name_or_path: str | os.PathLike[str], *, function: Function 
 
     ``name_or_path`` is a folder or a name on the hub, of a model or of an adapter that belongs to one. ``options`` are
     those of ``AutoModelForCausalLM.from_pretrained``. For a model that remembers no output function, ``function`` says
-    which one to apply.
+    which one to apply. Code that a model brings along is run if ``trust_remote_code=True`` is given; nobody is asked.
     """
     path = os.fspath(name_or_path)
+    # Left out, it would make transformers ask at the terminal, and run the code after a `y`.
+    options.setdefault("trust_remote_code", False)
     hub = {key: options[key] for key in HUB_OPTIONS if key in options}
     try:
         settings, _ = PreTrainedConfig.get_config_dict(path, **hub)
