@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", help="compile for the programs whose name contains this; writes no records"
     )
-    parser.add_argument("--out", type=Path, help="records are written here, anew (default: records/compiling.jsonl)")
+    parser.add_argument("--out", type=Path, help="records are written here (default: records/compiling.jsonl)")
     options = parser.parse_args()
     if options.program:
         run_and_tell(options.program)
@@ -207,9 +207,8 @@ def main() -> int:
     print(table(measured))
     out = options.out or (None if options.only else RECORDS / "compiling.jsonl")
     if out is not None:
-        out.unlink(missing_ok=True)
         where = environment()
-        records.append(out, [records.Record.of(m, where) for m in measured])
+        records.store(out, [records.Record.of(m, where) for m in measured])
     return 0
 
 

@@ -223,7 +223,8 @@ def main() -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="records are written here, anew (default: benchmarks/records/cpu.jsonl if all cases run in full size)",
+        help="records are written here; earlier ones of a case stay if they have implementations that these lack "
+        "(default: benchmarks/records/cpu.jsonl if all cases run in full size)",
     )
     options = parser.parse_args()
     if options.out is None and not (options.only or options.smoke):
@@ -244,9 +245,8 @@ def main() -> None:
         print(f"\n{measured[0].case}\n{table(measured)}", flush=True)
         measurements += measured
     if options.out is not None:
-        options.out.unlink(missing_ok=True)
         where = environment()
-        records.append(options.out, [records.Record.of(m, where) for m in measurements])
+        records.store(options.out, [records.Record.of(m, where) for m in measurements])
         print(f"\n{len(measurements)} records in {options.out}")
 
 

@@ -198,19 +198,6 @@ def run(label: str, job: Job, machine: Machine) -> list[Measurement]:
     return measured
 
 
-def write(out: Path, measured: Sequence[Measurement], machine: Machine) -> None:
-    """Add the records of a case to a file, in the place of those it has of that case."""
-    there = list(records.read(out)) if out.exists() else []
-    of_case = [record.payload.get("case") == measured[0].case for record in there]
-    place = of_case.index(True) if any(of_case) else len(there)
-    kept = [record for record, is_old in zip(there, of_case, strict=True) if not is_old]
-    where = environment(machine.device)
-    new = out.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    records.append(new, [*kept[:place], *(records.Record.of(m, where) for m in measured), *kept[place:]])
-    new.replace(out)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -225,11 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out",
         type=Path,
-        help="records are written here, anew (default: benchmarks/records/gpu.jsonl if all cases run in full size)",
+        help="records are written here; earlier ones of a case stay if they have implementations that these lack "
+        "(default: benchmarks/records/gpu.jsonl if all cases run in full size)",
     )
-    parser.add_argument(
-        "--add", action="store_true", help="write records also of some cases, and keep what the file has of the others"
-    )
+    parser.add_argument("--add", action="store_true", help="write records also if only some cases run")
     options = parser.parse_args(arguments)
     if options.rounds < 6:
         parser.error(f"--rounds must be at least 6, got {options.rounds}: some cases take a third of them")
@@ -249,8 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     is_recorded = (options.add or not options.only) and not options.smoke
     out = options.out or (RECORDS / "gpu.jsonl" if is_recorded else None)
-    if out is not None and not options.add:
-        out.unlink(missing_ok=True)
     failed = []
     start = time.perf_counter()
     for label in labels:
@@ -258,7 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not measured:
             failed.append(label)
         elif out is not None:
-            write(out, measured, machine)
+            where = environment(machine.device)
+            records.store(out, [records.Record.of(m, where) for m in measured])
     print(f"{len(labels)} cases in {time.perf_counter() - start:.0f} s; failed: {', '.join(failed) or 'none'}")
     return int(bool(failed))
 

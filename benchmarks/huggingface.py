@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: 1)")
     parser.add_argument("--smoke", action="store_true", help="a tiny case: shows that the command works")
-    parser.add_argument("--out", type=Path, help="records are written here, anew")
+    parser.add_argument("--out", type=Path, help="records are written here")
     options = parser.parse_args()
     if options.out is None and not options.smoke:
         options.out = RECORDS / "huggingface" / "steps.jsonl"
@@ -118,10 +118,8 @@ def main() -> None:
         print(f"\n{results[0].case}\n{table(results)}", flush=True)
         measurements += results
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.unlink(missing_ok=True)
         where = environment()
-        records.append(options.out, [records.Record.of(m, where) for m in measurements])
+        records.store(options.out, [records.Record.of(m, where) for m in measurements])
         print(f"\n{len(measurements)} records in {options.out}")
 
 

@@ -75,7 +75,10 @@ def read_suites(folder: Path, known: Iterable[str], page: Path) -> dict[str, lis
                 )
             rows = suites[m.suite].setdefault(m.case, [])
             if m.implementation in (other.implementation for other, _ in rows):
-                raise ValueError(f"{record.source}: {m.implementation!r} is there twice in the case {m.case!r}")
+                raise ValueError(
+                    f"{record.source}: {m.implementation!r} is there twice in the case {m.case!r}; a run that measured "
+                    "less than an earlier one does not replace it: delete the lines of one of them"
+                )
             try:
                 targets.clauses(m.target)
             except ValueError as error:

@@ -127,38 +127,6 @@ def test_peaked_logits_have_a_class_with_most_of_the_mass():
         assert 0.5 < float(is_best.float().mean()) < 0.95
 
 
-def measured(case: str, name: str, milliseconds: float = 1.0) -> Measurement:
-    return Measurement(
-        suite="gpu",
-        case=case,
-        implementation=name,
-        baseline=name,
-        milliseconds=milliseconds,
-        milliseconds_quartiles=(1.0, 1.0),
-        ratio=1.0,
-        ratio_quartiles=(1.0, 1.0),
-        peak_mib=None,
-        rounds=1,
-    )
-
-
-def test_a_case_that_is_measured_again_keeps_its_place(tmp_path):
-    out, machine = tmp_path / "gpu.jsonl", Machine("cpu")
-    for case in ("first", "second", "third"):
-        gpu.write(out, [measured(case, "a"), measured(case, "b")], machine)
-    gpu.write(out, [measured("second", "a", 2.0)], machine)
-    there = [record.payload_as(Measurement) for record in read(out)]
-    assert [(m.case, m.implementation) for m in there] == [
-        ("first", "a"),
-        ("first", "b"),
-        ("second", "a"),
-        ("third", "a"),
-        ("third", "b"),
-    ]
-    assert there[2].milliseconds == 2.0
-    assert [path.name for path in tmp_path.iterdir()] == ["gpu.jsonl"]
-
-
 def run_gpu(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "benchmarks/gpu.py", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)

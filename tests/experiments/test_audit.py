@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.experiments.tiny_models import save_model
+from tests.experiments.tiny_models import save_model, save_tokenizer
 
 from sigsoftmax.experiments import audit
 from sigsoftmax.experiments.audit import AuditConfig, run
@@ -30,9 +30,10 @@ def audited(model: str, tmp_path, **changes) -> tuple[Audit, str, list[CapacityR
     config = AuditConfig(model=model, out=tmp_path / "out", **{**QUICK, **changes})
     said: list[str] = []
     found = run(config, said.append)
-    first, *others = read(config.records)
-    assert repr(first.payload_as(Audit)) == repr(found)
-    return found, " ".join("\n".join(said).split()), [record.payload_as(CapacityResult) for record in others]
+    records = list(read(config.records))
+    assert repr(found) in [repr(record.payload_as(Audit)) for record in records if record.kind == Audit.KIND]
+    fits = [record.payload_as(CapacityResult) for record in records if record.kind == CapacityResult.KIND]
+    return found, " ".join("\n".join(said).split()), fits
 
 
 def test_arrays_without_a_target(arrays, tmp_path):
@@ -156,7 +157,7 @@ def test_an_interrupt_keeps_what_is_valid(arrays, tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         run(config, said.append, progress)
-    first, *others = read(config.interrupted_records)
+    first, *others = read(config.records)
     found = first.payload_as(Audit)
     assert found.was_interrupted
     assert found.spectrum is not None
@@ -175,7 +176,7 @@ def test_an_interrupt_before_anything_was_measured(arrays, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(config, lambda _: None, progress)
-    (record,) = read(config.interrupted_records)
+    (record,) = read(config.records)
     found = record.payload_as(Audit)
     assert found.was_interrupted
     assert found.spectrum is None
@@ -194,10 +195,42 @@ def test_an_interrupted_audit_does_not_replace_a_whole_one(arrays, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(config, said.append, progress)
     assert "Stopped after" in said[-1]
-    assert not next(read(config.records)).payload_as(Audit).was_interrupted
-    assert {path.name for path in config.out.iterdir()} == {config.records.name, config.interrupted_records.name}
+    assert [record.payload_as(Audit).was_interrupted for record in read(config.records)] == [False, True]
     run(config, lambda _: None)
-    assert [path.name for path in config.out.iterdir()] == [config.records.name]
+    assert [record.payload_as(Audit).was_interrupted for record in read(config.records)] == [False]
+
+
+def test_an_audit_of_less_does_not_replace_one_of_more(arrays, tmp_path):
+    config = AuditConfig(model=arrays, out=tmp_path / "out", target="of_rank(contexts=30, words=20, rank=9)", **QUICK)
+    whole = run(config, lambda _: None)
+    fits = len(list(read(config.records))) - 1
+    less = dataclasses.replace(config, target=None)
+    run(dataclasses.replace(less, bounds_only=True), lambda _: None)
+    run(less, lambda _: None)
+    audits = [record.payload_as(Audit) for record in read(config.records) if record.kind == Audit.KIND]
+    # What was asked for last holds the bounds that were asked for before.
+    assert [(found.target is not None, found.spectrum is not None) for found in audits] == [(True, True), (False, True)]
+    # Fewer heads: those that are not fitted now are not lost, and one that is measured again is there once.
+    run(dataclasses.replace(config, heads=("softmax",)), lambda _: None)
+    assert next(read(config.records)).payload_as(Audit) == whole
+    assert len([record for record in read(config.records) if record.kind == CapacityResult.KIND]) == fits
+    # The whole of it once more holds all that the others do.
+    again = run(config, lambda _: None)
+    (record,) = (record for record in read(config.records) if record.kind == Audit.KIND)
+    assert record.payload_as(Audit) == again
+
+
+def test_audits_on_other_texts_stand_beside_each_other(tmp_path):
+    folder = save_model("llama", tmp_path / "m")
+    save_tokenizer(folder, ("the", "cat"))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_text("the cat the cat the")
+    for name in ("a", "b", "a"):
+        config = AuditConfig(model=str(folder), out=tmp_path / "out", text=tmp_path / name / "text", **QUICK)
+        run(config, lambda _: None)
+    texts = [record.payload_as(Audit).contexts_from.partition(",")[0] for record in read(config.records)]
+    assert texts == [f"the text {tmp_path / name / 'text'}" for name in ("a", "b")]
 
 
 def test_a_target_that_goes_wrong_takes_nothing_with_it(arrays, tmp_path):
@@ -208,7 +241,7 @@ def test_a_target_that_goes_wrong_takes_nothing_with_it(arrays, tmp_path):
     said: list[str] = []
     with pytest.raises(ValueError, match="NaN at row 30, column 7"):
         run(config, said.append)
-    (record,) = read(config.interrupted_records)
+    (record,) = read(config.records)
     found = record.payload_as(Audit)
     assert found.spectrum is not None
     assert found.argmax is not None

@@ -1,5 +1,7 @@
 """The capacity tool on small languages: tables by width and by numbers, containment, records, interrupts."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,8 @@ from sigsoftmax.experiments.capacity import CapacityToolConfig, run, table
 from sigsoftmax.records import read
 from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.report.loading import load
+from sigsoftmax.report.material import Material
 from sigsoftmax.synthetic import Language
 
 SMALL = {
@@ -61,6 +65,38 @@ def test_a_second_run_replaces_the_records(tool):
     config, results, _ = tool
     run(config, lambda _: None)
     assert len(list(read(config.records))) == len(results) + 1
+
+
+def test_a_run_that_is_stopped_or_does_less_takes_nothing_away(tmp_path):
+    config = CapacityToolConfig(out=tmp_path, **SMALL)
+    results = {(result.head, result.width): result for result in run(config, lambda _: None)}
+
+    def progress(text: str) -> None:
+        if text.startswith("fitted 1"):
+            raise KeyboardInterrupt
+
+    hasty = dataclasses.replace(config, iterations=1, starts=1, widths=(1, 2))
+    with pytest.raises(KeyboardInterrupt):
+        run(hasty, lambda _: None, progress)
+    run(hasty, lambda _: None)
+    found = [r.payload_as(CapacityResult) for r in read(config.records) if r.kind == CapacityResult.KIND]
+    assert all(result in found for result in results.values())
+    # A page shows the best fits that are on record.
+    shown = Material.of(load([config.records])).capacities
+    assert {(entry.payload.head, entry.payload.width) for entry in shown} == results.keys()
+    assert len(shown) == len(results)
+    for entry in shown:
+        assert entry.payload.fitted_kl <= results[entry.payload.head, entry.payload.width].fitted_kl
+
+
+def test_a_file_that_has_other_distributions_now_is_another_truth(tmp_path):
+    changes = {"target": str(tmp_path / "p.npy"), "heads": ("softmax",), "widths": (1,)}
+    for rank in (2, 12):
+        np.save(tmp_path / "p.npy", Language.of_rank(contexts=20, words=12, rank=rank).log_p_NM.exp().numpy())
+        config = CapacityToolConfig(out=tmp_path / "out", **{**SMALL, **changes})
+        run(config, lambda _: None)
+    found = [r.payload_as(CapacityResult) for r in read(config.records) if r.kind == CapacityResult.KIND]
+    assert len({result.truth for result in found}) == len(found) == 2
 
 
 def test_given_distributions(tmp_path):

@@ -60,6 +60,15 @@ def test_a_second_run_replaces_the_records(demo):
     assert len(list(read(config.out / "bottleneck.jsonl"))) == len(results) + 1
 
 
+def test_another_demo_in_the_same_folder_stands_beside_it(demo):
+    config, results, _ = demo
+    others = run(dataclasses.replace(config, seed=7), lambda _: None)
+    records = [record for record in read(config.out / "bottleneck.jsonl") if record.kind == CapacityResult.KIND]
+    found = {(result.language, result.head, result.width) for result in (r.payload_as(CapacityResult) for r in records)}
+    assert found == {(result.language, result.head, result.width) for result in (*results, *others)}
+    assert len(records) == len(results) + len(others)
+
+
 def test_without_matplotlib_it_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     said: list[str] = []

@@ -199,6 +199,8 @@ def test_what_has_ended_is_not_made_again_and_needs_no_ray(swept, capsys, no_ray
     assert "4 trials: 2 recipes x 2 seeds; 4 ended before." in printed
     assert "test loss minus baseline's" in printed
     assert {path: path.stat().st_mtime_ns for path in folder.glob("out/*/*/train/*")} == before
+    records = [record for record in read(folder / "out" / "sweep.jsonl") if record.kind == TrialRecord.KIND]
+    assert len(records) == 5, "the records of trials that are left out stay, too"
     assert cli.main([*words(folder, *NAMES, BROKEN), "--dry-run"]) == 0
     listed = capsys.readouterr().out
     assert "6 trials, 5 ended" in listed

@@ -94,6 +94,9 @@ def test_what_belongs_to_another_plan_or_is_damaged_has_not_ended(tmp_path):
     whole = path.read_text()
     path.write_text(whole[:50])
     assert finished_record(trial, "float32") is None
+    run_trial(trial, place_of(tmp_path))
+    assert finished_record(trial, "float32") is not None
+    assert path.read_text().startswith(whole[:50] + "\n"), "what cannot be read is left as it is"
     path.write_text(whole)
     trial.run.best.unlink()
     assert finished_record(trial, "float32") is None

@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sigsoftmax.analysis.distributions import checksum_of
 from sigsoftmax.analysis.fitting import Problem
 from sigsoftmax.analysis.lbfgs import Budget, minimise
 from sigsoftmax.analysis.spectrum import spectrum
@@ -117,6 +118,7 @@ def fit(
         singular_values=singular.singular_values,
         seed=seed,
         seconds=time.perf_counter() - began,
+        truth=checksum_of(log_p_NM, problem.weights_N),
     )
     return result, Fitted(best, fitted)
 

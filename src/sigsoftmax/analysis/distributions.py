@@ -5,6 +5,7 @@ Shapes: N contexts, M words.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from sigsoftmax.synthetic import Language, Weighting
 
-__all__ = ["Distributions", "checked_log_probs"]
+__all__ = ["Distributions", "checked_log_probs", "checksum_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,15 @@ class Distributions:
         log_p_NM = checked_log_probs(matrix_NM, description)
         weights_N = torch.full((log_p_NM.shape[0],), 1.0 / log_p_NM.shape[0], dtype=torch.float64)
         return cls(log_p_NM=log_p_NM, weights_N=weights_N, description=description)
+
+
+def checksum_of(log_p_NM: Tensor, weights_N: Tensor) -> str:
+    """What tells distributions apart that are called the same; of float32, whose digits no machine gets wrong."""
+    digest = hashlib.sha256()
+    for tensor in (log_p_NM, weights_N):
+        digest.update(repr(tuple(tensor.shape)).encode())
+        digest.update(tensor.to("cpu", torch.float32).contiguous().numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def checked_log_probs(

@@ -64,13 +64,8 @@ def _run(given: Sequence[str]) -> int:
         # torch has a class of its own for the memory of GPUs alone.
         if type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "DefaultCPUAllocator" in str(error):
             return _fail(arguments.verb, f"the device has too little memory; try --at-once 1. {error}", 1)
-<<<<<<< HEAD
-        raise
-    except KeyboardInterrupt as error:
-=======
         return _fail_unforeseen()
-    except KeyboardInterrupt:
->>>>>>> 9fb6b5b (Escape what the command line prints, in one place)
+    except KeyboardInterrupt as error:
         resume = "; the same command goes on from there" if arguments.verb in RESUMABLE else ""
         print("\n".join([f"\ninterrupted{resume}", *map(str, error.args)]), file=sys.stderr)
         return 130

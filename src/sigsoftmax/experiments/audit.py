@@ -44,7 +44,7 @@ from sigsoftmax.experiments.distribution_sources import (
     is_file_of_distributions,
     open_distributions,
 )
-from sigsoftmax.records import Record, append
+from sigsoftmax.records import Record, store
 from sigsoftmax.records.audits import Audit, TargetResult
 from sigsoftmax.records.capacity import CapacityResult
 
@@ -154,7 +154,7 @@ class _Auditor:
             progress=self.progress,
         )
         text = None if config.text is None else read_text(config.text)
-        return self.model.source(text, window=config.window, seed=config.seed)
+        return self.model.source(text, window=config.window, seed=config.seed, text_name=f"the text {config.text}")
 
     def _contexts_to_take(self, source: Source) -> int:
         wanted = self.config.contexts
@@ -387,16 +387,6 @@ class _Auditor:
         return audit
 
     def _written(self, audit: Audit) -> Path:
-        """The file of the record, in place of that of an earlier audit of the same model.
-
-        One that was interrupted stands beside a whole one, and goes when there is another whole one.
-        """
-        path = self.config.interrupted_records if audit.was_interrupted else self.config.records
-        # Whoever kills this now loses neither the old record nor a half of the new one.
-        new = path.with_name(f"{path.name}.new")
-        new.unlink(missing_ok=True)
-        append(new, [Record.of(audit), *map(Record.of, self.fits)])
-        new.replace(path)
-        if not audit.was_interrupted:
-            self.config.interrupted_records.unlink(missing_ok=True)
-        return path
+        """The file of the records. Earlier ones stay there, but for those of audits that found no more than this."""
+        store(self.config.records, [Record.of(audit), *map(Record.of, self.fits)])
+        return self.config.records

@@ -42,7 +42,7 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
     model, notes = loaded.model, list[str]()
     corpus: Corpus | None = None
     if text is not None:
-        ids_L, description = _ids_of(text, loaded, notes), f"the words of {text.name}"
+        ids_L, description = _ids_of(text, loaded, notes), f"the words of {text}"
     else:
         corpus = _own_corpus(loaded, file)
         ids_L, description = corpus.test, f"the test text of {corpus.name!r}"

@@ -101,11 +101,6 @@ class AuditConfig:
         name = re.sub(r"[^\w.-]+", "-", self.model.strip("/.")).strip("-") or "model"
         return self.out / f"{name}.jsonl"
 
-    @property
-    def interrupted_records(self) -> Path:
-        """the file of this audit if it is interrupted"""
-        return self.records.with_name(f"{self.records.stem}-interrupted.jsonl")
-
     def settings(self) -> AuditSettings:
         return AuditSettings(
             memory=self.memory,

@@ -67,7 +67,9 @@ class HuggingFaceModel:
     notes: list[str] = field(default_factory=list)
     shown: Windows | None = None
 
-    def windows(self, text: str | None, count: int, *, window: int, seed: int) -> Windows:
+    def windows(
+        self, text: str | None, count: int, *, window: int, seed: int, text_name: str = "the given text"
+    ) -> Windows:
         """At most so many contexts of a text, from windows spread evenly over it."""
         limits = [
             getattr(text_config(self.model.config), key, None) for key in ("max_position_embeddings", "n_positions")
@@ -78,7 +80,7 @@ class HuggingFaceModel:
             generator = torch.Generator().manual_seed(seed)
             random_BL = torch.randint(self.layer.words, (needed, length), generator=generator)
             return Windows(random_BL, "random tokens")
-        source = "the given text" if text is not None else "a generated English text"
+        source = text_name if text is not None else "a generated English text"
         start = self.tokenizer.bos_token_id
         own = length - 1 if start is not None else length
         ids = _token_ids(self.tokenizer, generated_text(2 * count + 200, seed) if text is None else text)
@@ -116,7 +118,7 @@ class HuggingFaceModel:
         """What enters the output layer, times the scale of the logits, (B, L, d)."""
         return _run(self.model, ids_BL, keep_logits=False)[0].float().cpu() * self.scale
 
-    def source(self, text: str | None, *, window: int, seed: int) -> Source:
+    def source(self, text: str | None, *, window: int, seed: int, text_name: str = "the given text") -> Source:
         if self.tokenizer is None and text is not None:
             raise ValueError(
                 f"--text cannot be read by {self.name}: no tokenizer lies with it. Store the tokenizer in its folder, "
@@ -124,7 +126,8 @@ class HuggingFaceModel:
             )
 
         def contexts(count: int, progress: Progress) -> Contexts:
-            return self.contexts(self.windows(text, count, window=window, seed=seed), count, progress)
+            windows = self.windows(text, count, window=window, seed=seed, text_name=text_name)
+            return self.contexts(windows, count, progress)
 
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         return Source(

@@ -18,7 +18,7 @@ from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.experiments.distribution_sources import open_distributions
 from sigsoftmax.heads import Head
-from sigsoftmax.records import Record, append
+from sigsoftmax.records import Record, store
 from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.synthetic import Weighting
 
@@ -112,15 +112,13 @@ def run(config: CapacityToolConfig, say: Say, progress: Say = lambda _: None) ->
         f"{config.starts} or "
         f"more starts: about {in_words(seconds)} with {config.workers} at once."
     )
-    # The records of an earlier run in the same folder would double every point.
-    config.records.unlink(missing_ok=True)
     if of_truth is not None:
-        append(config.records, Record.of(of_truth))
+        store(config.records, Record.of(of_truth))
     finished: list[CapacityResult] = []
 
     def fitted(result: CapacityResult, done: int, total: int) -> None:
         finished.append(result)
-        append(config.records, Record.of(result))
+        store(config.records, Record.of(result))
         progress(f"fitted {done} of {total}: {result.head}, d = {result.width}")
 
     try:

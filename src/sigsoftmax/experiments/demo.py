@@ -16,7 +16,7 @@ from sigsoftmax.analysis.capacity_curves import CapacityConfig, capacity_curves
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.experiments.pictures import draw_bottleneck
-from sigsoftmax.records import Record, append
+from sigsoftmax.records import Record, store
 from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.synthetic import Language
 
@@ -92,9 +92,7 @@ def run(config: DemoConfig, say: Say, progress: Say = lambda _: None) -> list[Ca
     say("\n".join(findings(results, config.width, language.log_rank)))
 
     records = config.out / "bottleneck.jsonl"
-    # The records of an earlier demo in the same folder would double every point.
-    records.unlink(missing_ok=True)
-    append(records, [Record.of(truth), *map(Record.of, results)])
+    store(records, [Record.of(truth), *map(Record.of, results)])
     try:
         drawn = draw_bottleneck(results, truth, config.width, config.out)
     except ImportError:

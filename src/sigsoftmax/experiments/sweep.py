@@ -25,10 +25,10 @@ from sigsoftmax.experiments.sweep_ray import (
     run_on_ray,
     trials_at_once,
 )
-from sigsoftmax.experiments.sweep_trials import Failed, Place, finished_record, gathered, write_whole
+from sigsoftmax.experiments.sweep_trials import Failed, Place, finished_record, gathered
 from sigsoftmax.experiments.sweep_words import differences, groups_of, results_table, trial_line
 from sigsoftmax.lm.corpus_files import find
-from sigsoftmax.records import Environment, Record
+from sigsoftmax.records import Environment, Record, store
 from sigsoftmax.records.sweeps import TrialRecord
 
 __all__ = ["SweepConfig", "TrialsFailed", "run"]
@@ -234,6 +234,6 @@ def _gather(
     path = config.out / RECORDS_FILE
     here = Environment.here()
     records = gathered(trial for trial in trials if trial in ended)
-    write_whole(path, [*records, *(Record.of(found, here) for found in differences(groups, config))])
+    store(path, [*records, *(Record.of(found, here) for found in differences(groups, config))])
     say(results_table(groups, failures, config))
     say(f"Records of {_count(len(ended), 'trial')}: {path}\nA page of all: sigsoftmax report {shlex.quote(str(path))}")

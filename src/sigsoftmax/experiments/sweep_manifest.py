@@ -7,7 +7,6 @@ so.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from sigsoftmax.experiments.sweep_plan import SweepConfig, Trial, binding_fields
 from sigsoftmax.records.envelope import from_plain
 from sigsoftmax.records.parsing import parse_json
+from sigsoftmax.records.storing import write_whole
 
 __all__ = ["PLAN_FILE", "PlanChange", "keep_plan", "plan_change"]
 
@@ -63,14 +63,7 @@ def plan_change(config: SweepConfig, trials: Sequence[Trial]) -> PlanChange:
 def keep_plan(config: SweepConfig, trials: Sequence[Trial]) -> None:
     """Written whole or not at all. Trials of an earlier plan stay in it."""
     content = {"version": PLAN_VERSION, "trials": _kept(config.out) | _described(config, trials)}
-    config.out.mkdir(parents=True, exist_ok=True)
-    path = config.out / PLAN_FILE
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(config.out / PLAN_FILE, json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
 def _kept(out: Path) -> dict[str, Any]:

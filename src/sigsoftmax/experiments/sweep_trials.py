@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from sigsoftmax.experiments.sweep_plan import Trial
 from sigsoftmax.lm.corpus_files import DATA_VARIABLE
 from sigsoftmax.lm.data import Corpus
 from sigsoftmax.lm.training import Progress, Trainer, resolve_device, run_together
-from sigsoftmax.records import Environment, Payload, Record, append, read
+from sigsoftmax.records import Environment, Payload, Record, read, store
 from sigsoftmax.records.sweeps import TrialRecord
 from sigsoftmax.records.training import EpochRecord, EvaluationRecord
 
@@ -39,7 +40,6 @@ __all__ = [
     "finished_record",
     "gathered",
     "run_trial",
-    "write_whole",
 ]
 
 TRIAL_FILE = "trial.jsonl"
@@ -144,7 +144,7 @@ def _ended(trial: Trial, resources: Resources) -> TrialRecord:
         seconds=sum(epoch.seconds_training + epoch.seconds_validation for epoch in epochs),
     )
     environment = Environment.here(resolve_device(resources.device))
-    write_whole(trial.folder / TRIAL_FILE, [Record.of(payload, environment) for payload in [record, *payloads]])
+    store(trial.folder / TRIAL_FILE, [Record.of(payload, environment) for payload in [record, *payloads]])
     (trial.folder / ERROR_FILE).unlink(missing_ok=True)
     return record
 
@@ -196,9 +196,11 @@ def finished_record(trial: Trial, precision: str) -> TrialRecord | None:
     if not (path.is_file() and trial.last.best.is_file()):
         return None
     try:
-        found = [record.payload_as(TrialRecord) for record in read(path) if record.kind == TrialRecord.KIND]
+        # A line that was damaged from outside stays; the phases have ended, so that another is made from them soon.
+        with warnings.catch_warnings(action="ignore"):
+            records = list(read(path, malformed="skip"))
+        found = [record.payload_as(TrialRecord) for record in records if record.kind == TrialRecord.KIND]
     except ValueError:
-        # Damaged from outside; its phases have ended, so that another is made from them soon.
         return None
     recipe = trial.run.recipe
     planned = (recipe.name, set(recipe.overrides), trial.phases[-1], trial.run.seed, precision)
@@ -231,14 +233,3 @@ def _record_files(trial: Trial) -> list[Path]:
 def _read_if_there(path: Path) -> Iterator[Record]:
     if path.is_file():
         yield from read(path, malformed="skip")
-
-
-def write_whole(path: Path, records: Sequence[Record]) -> None:
-    """In place of what was there, all or nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        append(temporary, records)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

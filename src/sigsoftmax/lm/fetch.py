@@ -220,7 +220,7 @@ def _member_blocks(archive: Path, member: str) -> Iterator[bytes]:
                 yield block
     # A damaged archive makes zipfile raise any of a dozen exceptions, as ValueError, EOFError and zlib.error.
     except Exception as error:  # noqa: BLE001
-        raise _Failed(f"no archive with {member}: {error or type(error).__name__}") from None
+        raise _Failed(f"no archive with {member}: {str(error) or type(error).__name__}") from None
 
 
 class _Failed(Exception):

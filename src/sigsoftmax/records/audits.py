@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -185,3 +186,24 @@ class Audit:
     memory: int = 0
     """bytes that the audit was allowed"""
     seconds: float = math.nan
+
+    @property
+    def subject(self) -> Hashable:
+        layer = self.layer
+        return self.source, layer.words, layer.width, layer.head, layer.components, self.seed
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        """The parts that were measured in these contexts, with the numbers of contexts or words that they are of."""
+        parts = ("bounds", "spectrum", "truncation", "bend", "gradient")
+        found: dict[Hashable, float] = {
+            (self.contexts_from, part): getattr(self, part).contexts
+            for part in parts
+            if getattr(self, part) is not None
+        }
+        if self.argmax is not None:
+            found[self.contexts_from, "argmax"] = self.argmax.in_question - self.argmax.undecided
+        if self.target is not None:
+            size = self.target.contexts * self.target.words
+            found |= {(self.contexts_from, self.target.target, fit.head, fit.width): size for fit in self.target.heads}
+        return found

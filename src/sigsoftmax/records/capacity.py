@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,7 +25,7 @@ class CapacityResult:
     """What a head can reach at a width on a language."""
 
     KIND: ClassVar[str] = "capacity"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     language: str
     contexts: int
@@ -46,6 +47,18 @@ class CapacityResult:
     singular_values: tuple[float, ...]
     seed: int
     seconds: float
+    truth: str = ""
+    """checksum of the distributions that were fitted and of their weights, since files of one name may hold others;
+    empty in records of version 1"""
+
+    @property
+    def subject(self) -> Hashable:
+        return self.language, self.contexts, self.words, self.truth, self.seed, self.head, self.width
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        """A fit shows that a KL can be reached: the lower, the more is known."""
+        return {"fit": -self.fitted_kl}
 
     @property
     def spread(self) -> float:

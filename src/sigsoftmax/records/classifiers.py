@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -80,3 +80,11 @@ class ClassifierResult:
     """parameters of the output function after training, their mean where there is one per class"""
     seconds: float
     """of all attempts"""
+
+    @property
+    def subject(self) -> Hashable:
+        return self.dataset, self.head, self.width, self.seed
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        return {attempt.learning_rate: self.epochs for attempt in self.attempts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,3 +24,11 @@ class ModelSpectrum:
     split: str
     """``valid`` or ``test``"""
     spectrum: Spectrum
+
+    @property
+    def subject(self) -> Hashable:
+        return self.run, self.split, self.spectrum.precision
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        return self.spectrum.extent

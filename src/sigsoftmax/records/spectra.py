@@ -10,7 +10,7 @@ Symbols: M words, T contexts, eps32 = 2^-23, eps64 = 2^-52.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -92,6 +92,14 @@ class Spectrum:
     contexts_expected: int | None = None
     """how many contexts there should have been, if the matrix broke off before its end"""
     seconds: float | None = None
+
+    @property
+    def subject(self) -> Hashable:
+        return self.source, self.words, self.precision
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        return {"contexts": self.contexts, "singular values": len(self.singular_values)}
 
     @property
     def largest(self) -> float:
@@ -222,3 +230,11 @@ class RankBounds:
     block_singular_values: tuple[float, ...]
     seed: int
     seconds: float
+
+    @property
+    def subject(self) -> Hashable:
+        return self.source, self.head, self.width, self.words, self.rule
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        return {"contexts": self.contexts, "block": self.block_contexts * self.block_words}

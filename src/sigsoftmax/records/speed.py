@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -44,3 +44,12 @@ class Measurement:
     """of the thread of any of these kernels"""
     spilled_bytes: int | None = None
     """of the thread of that kernel which spills most"""
+
+    @property
+    def subject(self) -> Hashable:
+        """The case: its implementations are measured in one run, and their times do not compare with another's."""
+        return self.suite, self.case
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        return {self.implementation: self.rounds}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -38,6 +39,15 @@ class TrialRecord:
     """of training and validation"""
 
     @property
+    def subject(self) -> Hashable:
+        return self.run, self.point
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        """A later measurement replaces an earlier one."""
+        return {}
+
+    @property
     def valid_perplexity(self) -> float:
         return perplexity_of(self.valid_loss)
 
@@ -67,3 +77,11 @@ class PairedDifferenceRecord:
     high: float | None
     """ends of the interval; None for a single pair"""
     confidence: float
+
+    @property
+    def subject(self) -> Hashable:
+        return self.recipe, self.point, self.baseline_recipe, self.baseline_point, self.quantity
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        return dict.fromkeys(self.seeds, 1.0)

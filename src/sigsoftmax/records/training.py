@@ -6,6 +6,7 @@ Losses are in nats per token; a perplexity is their exp and is derived, never st
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,6 +71,15 @@ class EpochRecord:
     """the most memory the run's process held on the accelerator"""
 
     @property
+    def subject(self) -> Hashable:
+        return self.run, self.epoch
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        """A later measurement replaces an earlier one."""
+        return {}
+
+    @property
     def valid_perplexity(self) -> float:
         return perplexity_of(self.valid_loss)
 
@@ -93,6 +103,15 @@ class EvaluationRecord:
     epoch: int
     """of training, whose checkpoint this is"""
     seconds: float
+
+    @property
+    def subject(self) -> Hashable:
+        return self.run, self.split, self.batch
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        """A later measurement replaces an earlier one."""
+        return {}
 
     @property
     def perplexity(self) -> float:
@@ -124,6 +143,14 @@ class DynamicEvaluationRecord:
     """whether the rates of one point stayed clipped in the next, as in the published script"""
 
     @property
+    def subject(self) -> Hashable:
+        return self.run, self.split, self.learning_rate, self.decay, self.epsilon, self.window
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        return {"tokens": self.tokens}
+
+    @property
     def perplexity(self) -> float:
         return perplexity_of(self.loss)
 
@@ -152,6 +179,16 @@ class ComparisonRecord:
     contexts: int | None
     """columns of the matrix whose rank it is"""
     seconds: float
+
+    @property
+    def subject(self) -> Hashable:
+        return self.run, self.epochs
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        """Distance to the truth and rank are parts that a measurement may lack."""
+        known = {"kl": self.kl is not None, "rank": self.rank is not None}
+        return {part: 1.0 for part, is_known in known.items() if is_known}
 
     @property
     def test_perplexity(self) -> float:

@@ -5,11 +5,10 @@ write_report(ReportConfig(paths=(Path("runs"),), out=Path("report.html")))
 
 from __future__ import annotations
 
-import contextlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from sigsoftmax.records.storing import write_whole
 from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.page import NO_PLOTLY, plotly_script, render
@@ -54,7 +53,10 @@ def write_report(config: ReportConfig) -> WrittenReport:
     """Write the page; it appears whole or not at all."""
     loaded = load(config.paths)
     page = render(loaded, title=config.title)
-    _write_whole(config.out, page)
+    try:
+        write_whole(config.out, page.encode())
+    except OSError as error:
+        raise ValueError(f"cannot write the report to {config.out}: {error.strerror or error}") from error
     warnings = list(loaded.warnings)
     if plotly_script() is None:
         warnings.append(NO_PLOTLY)
@@ -74,20 +76,3 @@ def paper_tables(paths: tuple[Path, ...]) -> str:
             "`sigsoftmax train`, `sigsoftmax evaluate` and `sigsoftmax reproduce` write some"
         )
     return "\n\n".join(table.to_text() for table in tables)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A reader finds the old page or the new one, never half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise ValueError(f"cannot write the report to {path}: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

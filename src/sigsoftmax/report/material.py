@@ -1,19 +1,20 @@
-"""All that a page is made of, typed, with what was measured again replaced by its last measurement."""
+"""All that a page is made of, typed; of what was measured again, the last measurement that is no less than others."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from sigsoftmax.records import Payload
 from sigsoftmax.records.audits import Audit
 from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.kinds import Measured
 from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.paper import CORPORA, HEADS
 from sigsoftmax.records.spectra import RankBounds, Spectrum
 from sigsoftmax.records.speed import Measurement
+from sigsoftmax.records.storing import not_covered_later
 from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
 from sigsoftmax.records.training import (
     ComparisonRecord,
@@ -26,7 +27,7 @@ from sigsoftmax.report.loading import Entry, Loaded
 
 __all__ = ["Material", "changes", "corpus_label", "run_label", "setting_label"]
 
-P = TypeVar("P", bound=Payload)
+M = TypeVar("M", bound=Measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,36 +51,37 @@ class Material:
     def of(cls, loaded: Loaded) -> Material:
         replaced = 0
 
-        def last(entries: list[Entry[P]], same: Callable[[P], Hashable]) -> list[Entry[P]]:
+        def counting(entries: list[Entry[M]]) -> list[Entry[M]]:
+            """Those that no later measurement of the same thing covers."""
             nonlocal replaced
-            kept: dict[Hashable, Entry[P]] = {}
-            for entry in sorted(entries, key=lambda entry: entry.environment.time_utc):
-                kept[same(entry.payload)] = entry
-            replaced += len(entries) - len(kept)
-            chosen = {id(entry) for entry in kept.values()}
-            return [entry for entry in entries if id(entry) in chosen]
+            places = not_covered_later([(entry.payload, entry.environment) for entry in entries])
+            replaced += len(entries) - len(places)
+            return [entries[place] for place in places]
+
+        def best(entries: list[Entry[CapacityResult]]) -> list[Entry[CapacityResult]]:
+            """The best fit of each, where a later one with less effort did not come as far."""
+            nonlocal replaced
+            found: dict[Hashable, Entry[CapacityResult]] = {}
+            for entry in entries:
+                known = found.setdefault(entry.payload.subject, entry)
+                if entry.payload.fitted_kl <= known.payload.fitted_kl:
+                    found[entry.payload.subject] = entry
+            replaced += len(entries) - len(found)
+            return [entry for entry in entries if found[entry.payload.subject] is entry]
 
         return cls(
-            epochs=last(loaded.take(EpochRecord), lambda p: (p.run, p.epoch)),
-            evaluations=last(loaded.take(EvaluationRecord), lambda p: (p.run, p.split, p.batch)),
-            dynamic_evaluations=last(
-                loaded.take(DynamicEvaluationRecord),
-                lambda p: (p.run, p.split, p.learning_rate, p.decay, p.epsilon, p.window, p.complete),
-            ),
-            comparisons=last(loaded.take(ComparisonRecord), lambda p: (p.run, p.epochs)),
-            model_spectra=last(loaded.take(ModelSpectrum), lambda p: (p.run, p.split, p.spectrum.precision)),
+            epochs=counting(loaded.take(EpochRecord)),
+            evaluations=counting(loaded.take(EvaluationRecord)),
+            dynamic_evaluations=counting(loaded.take(DynamicEvaluationRecord)),
+            comparisons=counting(loaded.take(ComparisonRecord)),
+            model_spectra=counting(loaded.take(ModelSpectrum)),
             spectra=loaded.take(Spectrum),
             rank_bounds=loaded.take(RankBounds),
             audits=loaded.take(Audit),
-            capacities=last(
-                loaded.take(CapacityResult), lambda p: (p.language, p.contexts, p.words, p.seed, p.head, p.width)
-            ),
-            measurements=last(loaded.take(Measurement), lambda p: (p.suite, p.case, p.implementation)),
-            trials=last(loaded.take(TrialRecord), lambda p: (p.run, p.point)),
-            paired_differences=last(
-                loaded.take(PairedDifferenceRecord),
-                lambda p: (p.recipe, p.point, p.baseline_recipe, p.baseline_point, p.quantity),
-            ),
+            capacities=best(counting(loaded.take(CapacityResult))),
+            measurements=counting(loaded.take(Measurement)),
+            trials=counting(loaded.take(TrialRecord)),
+            paired_differences=counting(loaded.take(PairedDifferenceRecord)),
             replaced=replaced,
         )
 

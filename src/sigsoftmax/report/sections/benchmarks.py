@@ -28,7 +28,7 @@ class Case:
     suite: str
     name: str
     rows: tuple[Measurement, ...]
-    environments: tuple[Environment, ...]
+    environment: Environment
 
     @property
     def by_name(self) -> dict[str, Measurement]:
@@ -73,19 +73,19 @@ class Case:
 
 
 def section(material: Material) -> Section | Absent:
-    cases: dict[tuple[str, str, str], list[tuple[Measurement, Environment]]] = {}
+    cases: dict[tuple[str, str, Environment], list[Measurement]] = {}
     for entry in material.measurements:
-        m, where = entry.payload, entry.environment
-        cases.setdefault((m.suite, m.case, where.device), []).append((m, where))
+        m = entry.payload
+        cases.setdefault((m.suite, m.case, entry.environment), []).append(m)
     if not cases:
         return Absent("Benchmarks", "python benchmarks/cpu.py")
     blocks: list[Block] = []
     kept = missed = 0
     suite_before = ""
-    for number, ((suite, name, device), found) in enumerate(cases.items(), start=1):
-        case = Case(suite, name, tuple(m for m, _ in found), tuple(where for _, where in found))
+    for number, ((suite, name, where), found) in enumerate(cases.items(), start=1):
+        case = Case(suite, name, tuple(found), where)
         if suite != suite_before:
-            blocks.append(tag("p", f"{suite.upper()}: {device}", class_="group-title"))
+            blocks.append(tag("p", f"{suite.upper()}: {where.device}", class_="group-title"))
             suite_before = suite
         blocks.append(_figure(f"benchmark-{number}", case))
         verdicts = [case.verdict(m) for m in case.rows if any(not c.is_aim for c in case.clauses(m))]
@@ -196,7 +196,7 @@ def _figure(name: str, case: Case) -> Figure:
         ),
         traces=traces,
         table=_table(case),
-        environments=case.environments,
+        environments=[case.environment],
         height=ROW * len(places) + 70,
         layout={
             "annotations": _labels(case, in_full=True),

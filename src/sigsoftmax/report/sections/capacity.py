@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sigsoftmax.records import Environment
 from sigsoftmax.records.capacity import CapacityResult
@@ -15,6 +15,8 @@ from sigsoftmax.report.theme import Looks, head_label, same_head, swatch
 
 __all__ = ["section"]
 
+Key = tuple[str, int, int, int, str]
+"""language, contexts, words, seed and checksum of the truth"""
 EQUAL = 0.01
 """KLs that differ by less than this fraction are called equal: two starts of one fit may differ as much"""
 REACHED = 1e-4
@@ -24,11 +26,11 @@ SINGULAR_VALUES = 250
 
 
 def section(material: Material, looks: Looks) -> Section | Absent:
-    groups: dict[tuple[str, int, int, int], list[CapacityResult]] = {}
-    environments: dict[tuple[str, int, int, int], list[Environment]] = {}
+    groups: dict[Key, list[CapacityResult]] = {}
+    environments: dict[Key, list[Environment]] = {}
     for entry in material.capacities:
         result = entry.payload
-        key = (result.language, result.contexts, result.words, result.seed)
+        key = (result.language, result.contexts, result.words, result.seed, result.truth)
         groups.setdefault(key, []).append(result)
         environments.setdefault(key, []).append(entry.environment)
     if not groups:
@@ -37,7 +39,7 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     findings: list[str] = []
     for number, (key, results) in enumerate(groups.items(), start=1):
         name = f"capacity-{number}"
-        language = _language(key, alone=len(groups) == 1)
+        language = _language(key, groups.keys())
         results = sorted(results, key=lambda r: r.width)
         blocks += [
             _kl_figure(f"{name}-width", language, results, looks, environments[key], against="width"),
@@ -58,9 +60,15 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     )
 
 
-def _language(key: tuple[str, int, int, int], *, alone: bool) -> str:
-    language, contexts, words, seed = key
-    return f"{contexts:,} contexts, {words:,} words" + ("" if alone else f", {language}, seed {seed}")
+def _language(key: Key, keys: Collection[Key]) -> str:
+    language, contexts, words, seed, truth = key
+    shown = f"{contexts:,} contexts, {words:,} words"
+    if len(keys) > 1:
+        shown += f", {language}, seed {seed}"
+    # Files of one name may hold other distributions.
+    if sum(other[:-1] == key[:-1] for other in keys) > 1:
+        shown += f", checksum {truth or 'not known'}"
+    return shown
 
 
 def _by_head(results: Sequence[CapacityResult]) -> dict[str, list[CapacityResult]]:

@@ -1,0 +1,51 @@
+"""The kinds of records that this version knows, and what all of their payloads tell."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Protocol
+
+from sigsoftmax.records.audits import Audit
+from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.classifiers import ClassifierResult
+from sigsoftmax.records.envelope import Payload
+from sigsoftmax.records.model_spectra import ModelSpectrum
+from sigsoftmax.records.spectra import RankBounds, Spectrum
+from sigsoftmax.records.speed import Measurement
+from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
+from sigsoftmax.records.training import ComparisonRecord, DynamicEvaluationRecord, EpochRecord, EvaluationRecord
+
+__all__ = ["PAYLOADS", "Measured"]
+
+
+class Measured(Payload, Protocol):
+    """A payload that tells what it measured, and how much of it."""
+
+    @property
+    def subject(self) -> Hashable:
+        """What was measured: two payloads with equal ones are measurements of the same thing."""
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        """How much was measured of each part of the subject; a part that was not measured is left out."""
+
+
+PAYLOADS: Mapping[str, type[Measured]] = {
+    payload.KIND: payload
+    for payload in (
+        Audit,
+        CapacityResult,
+        ClassifierResult,
+        ComparisonRecord,
+        DynamicEvaluationRecord,
+        EpochRecord,
+        EvaluationRecord,
+        Measurement,
+        ModelSpectrum,
+        PairedDifferenceRecord,
+        RankBounds,
+        Spectrum,
+        TrialRecord,
+    )
+}
+"""By the name of the kind."""

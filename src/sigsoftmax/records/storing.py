@@ -1,0 +1,176 @@
+"""Keeping the records of a folder up to date, so that nothing that was measured is ever replaced by less.
+
+A command that is given again, perhaps with other options, meets the records of the time before. One rule holds for all
+of them: a record goes only if new ones measured the same thing, and measured no less of it. Whatever else the file
+holds stays where it is: records of other models, heads and seeds, a whole audit beside one that was interrupted, the
+bounds of a rank beside a spectrum, lines that this version cannot read.
+
+What a record measured is its ``subject``. How much of it was measured is its ``extent``: for each part a number, such
+as the contexts that a spectrum was computed from. Records of one subject that were written together are one
+measurement, such as the implementations of a benchmark, whose times compare within one run alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from sigsoftmax.records.envelope import Environment, Record
+from sigsoftmax.records.kinds import PAYLOADS, Measured
+
+__all__ = ["not_covered_later", "store", "write_whole"]
+
+LOCK = ".records.lock"
+PATIENCE = 60.0
+"""seconds to wait for another process that stores records in the same folder; that takes milliseconds"""
+
+
+def store(path: Path, records: Record | Iterable[Record]) -> None:
+    """Write records into a file, in the place of those that they replace; all or nothing.
+
+    An earlier measurement is replaced if the new records cover it: the same subject, and at least as much of each part.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = [_Line.of(record) for record in ([records] if isinstance(records, Record) else records)]
+    try:
+        # Two processes that each read, add and write would lose what the other added.
+        with FileLock(path.parent / LOCK, timeout=PATIENCE):
+            write_whole(path, b"".join(line.content for line in _merged(_lines(path), new)))
+    except Timeout:
+        raise OSError(
+            f"another process has been storing records in {path.parent} for {PATIENCE:.0f} s; if there is none, remove "
+            f"{path.parent / LOCK}"
+        ) from None
+
+
+def _merged(old: Sequence[_Line], new: Sequence[_Line]) -> list[_Line]:
+    subjects: dict[Hashable, list[_Line]] = {}
+    for line in new:
+        subjects.setdefault(line.subject, []).append(line)
+    replaced = _covered(old, subjects)
+    merged: list[_Line] = []
+    for line in old:
+        if line not in replaced:
+            merged.append(line)
+        else:
+            # The new ones take the place of the first of those that they replace.
+            merged += subjects.pop(line.subject, ())
+    return [*merged, *(line for lines in subjects.values() for line in lines)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Line:
+    """A line of a file of records."""
+
+    content: bytes
+    measurement: tuple[Measured, Environment] | None = None
+    """None where the line cannot be read or is of a kind that this version does not know"""
+
+    @classmethod
+    def of(cls, record: Record) -> _Line:
+        content = record.to_json().encode() + b"\n"
+        if record.kind not in PAYLOADS:
+            return cls(content)
+        return cls(content, (record.payload_as(PAYLOADS[record.kind]), record.environment))
+
+    @property
+    def subject(self) -> Hashable:
+        return self.content if self.measurement is None else _subject(self.measurement[0])
+
+
+def _subject(payload: Measured) -> Hashable:
+    return payload.KIND, payload.subject
+
+
+def _lines(path: Path) -> list[_Line]:
+    try:
+        contents = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    lines = []
+    for content in contents:
+        line = _Line(content + b"\n")
+        # A line that cannot be read is nobody's to remove.
+        with contextlib.suppress(ValueError, TypeError):
+            line = _Line(line.content, _Line.of(Record.from_json(content.decode())).measurement)
+        lines.append(line)
+    return lines
+
+
+def _covered(old: Sequence[_Line], new: Mapping[Hashable, Sequence[_Line]]) -> set[_Line]:
+    """The lines of the measurements that new ones cover; a line of an unknown kind is covered by its equal."""
+    found = {line for line in old if line.measurement is None and line.subject in new}
+    known = [(line, line.measurement) for line in old if line.measurement is not None and line.subject in new]
+    for places in _measurements([measurement for _, measurement in known]):
+        payloads = [known[place][1][0] for place in places]
+        later = [line.measurement[0] for line in new[_subject(payloads[0])] if line.measurement is not None]
+        if _covers(later, payloads):
+            found.update(known[place][0] for place in places)
+    return found
+
+
+def _measurements(entries: Sequence[tuple[Measured, Environment]]) -> list[list[int]]:
+    """The places of the entries that are one measurement: of one subject, written together, each with other parts."""
+    last: dict[Hashable, tuple[list[int], set[Hashable]]] = {}
+    found: list[list[int]] = []
+    for place, (payload, environment) in enumerate(entries):
+        key, parts = (_subject(payload), environment), set(payload.extent)
+        if key not in last or not parts or parts & last[key][1]:
+            last[key] = [], set()
+            found.append(last[key][0])
+        last[key][0].append(place)
+        last[key][1].update(parts)
+    return found
+
+
+def _covers(later: Iterable[Measured], earlier: Iterable[Measured]) -> bool:
+    """Whether one measurement has at least as much of each part of their common subject as another."""
+    measured = _extent(later)
+    return all(part in measured and measured[part] >= amount for part, amount in _extent(earlier).items())
+
+
+def _extent(payloads: Iterable[Measured]) -> dict[Hashable, float]:
+    extent: dict[Hashable, float] = {}
+    for payload in payloads:
+        for part, amount in payload.extent.items():
+            extent[part] = max(amount, extent.get(part, amount))
+    return extent
+
+
+def not_covered_later(entries: Sequence[tuple[Measured, Environment]]) -> list[int]:
+    """The places of the entries that count: those of measurements that no later one of the same subject covers.
+
+    This is the rule of :func:`store` for those who read several files. Equal times count in the order given.
+    """
+    subjects: dict[Hashable, list[list[int]]] = {}
+    for places in _measurements(entries):
+        payload, _ = entries[places[0]]
+        subjects.setdefault(_subject(payload), []).append(places)
+    left_out: set[int] = set()
+    for measurements in subjects.values():
+        in_time = sorted(measurements, key=lambda places: entries[places[0]][1].time_utc)
+        for number, earlier in enumerate(in_time):
+            payloads = [entries[place][0] for place in earlier]
+            if any(_covers([entries[p][0] for p in later], payloads) for later in in_time[number + 1 :]):
+                left_out.update(earlier)
+    return [place for place in range(len(entries)) if place not in left_out]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that whoever reads it, and whoever is killed, finds the old content or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
