@@ -25,7 +25,7 @@ from examples.digits_classifier import CLASSES, Classifier, digits, fitted
 from write_docs import NO_RECORDS, PART
 
 from sigsoftmax.records.classifiers import ClassifierResult, ConfidenceBin
-from sigsoftmax.report.statistics import Sample, student_quantile
+from sigsoftmax.report.statistics import LEAST_SEEDS, Sample, student_quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,12 +77,12 @@ class Difference:
 
     sample: Sample
     half_interval: float | None
-    """of 95 %; None for a single seed"""
+    """of 95 %; None with too few seeds for one"""
 
     @classmethod
     def of(cls, values: Sequence[float], test_over_train: float) -> Difference:
         sample = Sample.of(values)
-        if sample.deviation is None:
+        if sample.deviation is None or sample.count < LEAST_SEEDS:
             return cls(sample, None)
         error = sample.deviation * math.sqrt(1.0 / sample.count + test_over_train)
         return cls(sample, student_quantile(0.975, sample.count - 1) * error)

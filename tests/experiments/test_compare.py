@@ -1,7 +1,9 @@
 """The comparison on a small sample of the embedded language, and on text of one's own."""
 
 import dataclasses
+import html
 import io
+import shutil
 
 import pytest
 import torch
@@ -15,7 +17,14 @@ from sigsoftmax.lm.training import Diverged
 from sigsoftmax.records import read
 from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.training import ComparisonRecord
+from sigsoftmax.report import recorded_comparisons
+from sigsoftmax.report.loading import load
+from sigsoftmax.report.material import Material
+from sigsoftmax.report.sections.comparison import section
+from sigsoftmax.report.tables import Table
+from sigsoftmax.report.theme import Looks, head_label
 
+HEADS_HERE = ("softmax", "sigsoftmax", "mos(K=4)")
 CHANGES = ("training.epochs=1", "finetuning.epochs=1")
 
 
@@ -66,7 +75,6 @@ def test_distance_to_the_truth_is_loss_minus_entropy(two_seeds):
         # The exact KL replaces the word drawn by its expectation: they differ by the luck of these 599 draws.
         assert abs((record.test_loss - of_truth) - record.kl) < 0.25
         assert abs(of_truth - entropy) < 0.25
-        assert len(measured.values_L) == corpus.test.numel() - 1
 
 
 def test_ranks_of_softmax_are_those_of_theory(two_seeds):
@@ -93,8 +101,66 @@ def test_what_was_measured_is_on_record_and_in_a_page(two_seeds):
 def test_the_words_name_the_table_and_its_files(two_seeds):
     _, _, said, _ = two_seeds
     assert said[0].startswith("3 heads, 2 seeds, 1 epochs and 1 with averaged weights each, width 12; 3,000 words")
-    assert "standard deviation over 2 seeds" in said[1]
+    assert "2 epochs" in said[1]
+    assert "standard deviation over seeds" in said[1]
+    assert said[2].startswith("Rank, size and time")
+    assert "With 2 seeds nothing can be resolved" in said[3]
     assert "comparison.jsonl" in said[-1]
+
+
+def test_the_page_shows_what_the_terminal_printed(two_seeds):
+    config, results, said, _ = two_seeds
+    material = Material.of(load([config.out / "comparison.jsonl"]))
+    made = section(material, Looks(material.heads()))
+    (figure,) = made.figures
+    assert figure.table.to_text() == said[1]
+    assert next(block for block in made.blocks if isinstance(block, Table)).to_text() == said[2]
+    assert "\n".join(f"- {finding}" for finding in made.findings) == said[3]
+    levels = {head: sum(m.record.kl for m in results if m.record.run.head == head) for head in HEADS_HERE}
+    best = min(levels, key=levels.__getitem__)
+    assert made.findings[0].startswith(f"{head_label(best)} has the lowest KL to the truth")
+    page = (config.out / "report.html").read_text()
+    assert page.count(f"<dd>{html.escape(made.findings[0])}</dd>") == 1, "the best head stands in the summary"
+    assert page.count("With 2 seeds nothing can be resolved") == 2
+
+
+def test_a_comparison_of_fewer_heads_or_other_seeds_takes_nothing_away(two_seeds, tmp_path):
+    config, results, _, _ = two_seeds
+    out = shutil.copytree(config.out, tmp_path / "again")
+    fewer = dataclasses.replace(config, heads=("softmax",), seeds=(2,), out=out)
+    _, said, _ = compared(fewer)
+    assert said[1] == "With 5 runs of earlier comparisons in this folder under the same budget."
+    kept = [r.payload_as(ComparisonRecord).run for r in read(out / "comparison.jsonl") if r.kind == "comparison"]
+    assert set(kept) == {m.record.run for m in results}
+    assert len(kept) == len(results)
+    assert "MoS(K=4)" in said[2]
+    # A third seed makes it a comparison that can resolve something.
+    more, said, _ = compared(dataclasses.replace(config, seeds=(3,), out=out))
+    assert [m.record.run.seed for m in more] == [3, 3, 3]
+    assert "95 % interval" in said[2]
+    page = (out / "report.html").read_text()
+    assert "3 seeds" in page
+    assert "nothing can be resolved" not in page
+
+
+def test_another_budget_in_the_same_folder_is_another_comparison(two_seeds, tmp_path):
+    config = two_seeds[0]
+    out = shutil.copytree(config.out, tmp_path / "again")
+    longer = dataclasses.replace(config, heads=("softmax", "mos"), seeds=(1,), out=out)
+    longer = dataclasses.replace(longer, changes=("finetuning.epochs=2", "training.epochs = 1"))
+    _, said, _ = compared(longer)
+    assert "finetuning.epochs=2" in said[1]
+    assert "sigsoftmax" not in said[1]
+    found = recorded_comparisons((out / "comparison.jsonl",))
+    assert [(len(comparison.contenders), comparison.seeds) for comparison in found] == [(3, [1, 2]), (2, [1])]
+
+
+def test_a_budget_is_the_same_for_all_heads_and_however_it_is_written():
+    one = CompareConfig(heads=("softmax",), changes=("training.learning_rate=20", "training.epochs=4"))
+    other = CompareConfig(heads=("mos",), changes=("training.epochs = 4", "training.learning_rate=2e1"))
+    assert one.budget() == other.budget()
+    assert one.budget() != dataclasses.replace(one, quick=True).budget()
+    assert CompareConfig(setting="wt2", heads=("mos",)).budget() == CompareConfig(setting="wt2").budget()
 
 
 def test_a_second_time_nothing_is_trained(two_seeds):
@@ -113,7 +179,7 @@ def test_on_text_of_ones_own_there_is_no_truth(tmp_path):
     )
     results, said, _ = compared(config)
     assert all(m.record.kl is None and m.record.run.recipe.startswith("tiny-") for m in results)
-    assert "loss minus" in said[1]
+    assert "the test loss less that of softmax" in said[1]
 
 
 def test_a_head_that_diverges_is_left_out_and_the_others_compared(tmp_path, monkeypatch):

@@ -1,12 +1,10 @@
 """Means, paired differences and their intervals against scipy; the table shows them and what failed."""
 
-import math
-
 import numpy as np
 import pytest
 
 from sigsoftmax.experiments.sweep_plan import SweepConfig
-from sigsoftmax.experiments.sweep_words import PairedDifference, differences, groups_of, results_table, trial_line
+from sigsoftmax.experiments.sweep_words import differences, groups_of, results_table, trial_line
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.records import Record
 from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
@@ -40,35 +38,6 @@ def record(trial, test_loss, *, kl=None, checksum="x"):
         entropy_rate=None if kl is None else 3.0,
         seconds=75.0,
     )
-
-
-@pytest.mark.parametrize("pairs", [2, 3, 5, 30])
-@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.999])
-def test_the_interval_is_that_of_a_paired_t_test(pairs, confidence):
-    stats = pytest.importorskip("scipy.stats")
-    draw = np.random.default_rng(pairs)
-    one, other = draw.normal(0.1, 1.0, pairs), draw.normal(0.0, 1.0, pairs)
-    found = PairedDifference.of(dict(enumerate(one)), dict(enumerate(other)), confidence)
-    test = stats.ttest_rel(one, other)
-    expected = test.confidence_interval(confidence)
-    assert found.sample.mean == pytest.approx(np.mean(one - other), abs=1e-12)
-    assert found.sample.mean - found.half_interval == pytest.approx(expected.low, rel=1e-9)
-    assert found.sample.mean + found.half_interval == pytest.approx(expected.high, rel=1e-9)
-    assert found.is_resolved == (test.pvalue < 1.0 - confidence)
-
-
-def test_pairs_are_of_the_same_seed():
-    found = PairedDifference.of({3: 1.0, 1: 2.0, 9: 100.0}, {1: 1.5, 2: -50.0, 3: 0.5})
-    assert set(found.seeds) == {1, 3}
-    assert (found.sample.mean, found.sample.deviation) == (0.5, 0.0)
-    assert found.is_resolved
-    assert PairedDifference.of({1: 1.0}, {2: 1.0}) is None
-
-
-def test_one_pair_has_no_interval_and_an_infinite_one_resolves_nothing():
-    single = PairedDifference.of({1: 1.0}, {1: 0.5})
-    assert (single.half_interval, single.is_resolved, str(single)) == (None, False, "+0.5000")
-    assert not PairedDifference.of({1: math.inf, 2: 1.0}, {1: 0.0, 2: 0.0}).is_resolved
 
 
 def test_differences_are_taken_at_the_same_point_from_the_baseline():
@@ -137,11 +106,23 @@ def test_where_the_truth_is_known_it_is_the_measure():
     assert "KL to the truth 0.5100 (2 epochs, 1 min 15 s; 1 of 4)" in trial_line(trials[0], ended[trials[0]], "1 of 4")
 
 
+def test_two_seeds_have_no_interval_however_near_they_fall():
+    chosen = config("tiny-softmax", "tiny-mos", seeds=(1, 2))
+    trials = chosen.trials()
+    ended = {trial: record(trial, 4.0 - ("mos" in trial.run.recipe.name)) for trial in trials}
+    [found] = differences(groups_of(trials, ended), chosen)
+    assert (found.mean, found.low, found.high) == (-1.0, None, None)
+    text = results_table(groups_of(trials, ended), {}, chosen)
+    assert "-1.0000" in text
+    assert "*" not in text
+    assert "With fewer than 3 seeds nothing can be resolved" in text
+
+
 def test_a_single_seed_and_a_single_trial_are_shown_without_intervals():
     chosen = config("tiny-softmax", "tiny-mos", seeds=(1,))
     trials = chosen.trials()
     text = results_table(groups_of(trials, {trial: record(trial, 4.0) for trial in trials}), {}, chosen)
-    assert "An interval needs two seeds at least." in text
+    assert "With fewer than 3 seeds nothing can be resolved, and no interval is given." in text
     alone = config("tiny-softmax", seeds=(1,))
     text = results_table(groups_of(alone.trials(), {alone.trials()[0]: record(alone.trials()[0], 4.0)}), {}, alone)
     assert "baseline" not in text

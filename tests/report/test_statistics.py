@@ -1,10 +1,19 @@
 """Statistics of seeds, against SciPy."""
 
 import math
+import random
 
 import pytest
 
-from sigsoftmax.report.statistics import Gap, Sample, perplexity, seeds_to_resolve, student_quantile
+from sigsoftmax.report.statistics import (
+    LEAST_SEEDS,
+    Gap,
+    PairedDifference,
+    Sample,
+    perplexity,
+    seeds_to_resolve,
+    student_quantile,
+)
 
 
 def test_perplexity_does_not_overflow():
@@ -42,13 +51,47 @@ def test_a_gap_has_welchs_interval():
     assert gap.size - gap.half_interval == pytest.approx(expected.low)
     assert gap.size + gap.half_interval == pytest.approx(expected.high)
     assert gap.is_resolved is True
-    assert Gap(Sample.of(first), Sample.of([57.0, 57.5])).is_resolved is False
+    assert Gap(Sample.of(first), Sample.of([57.0, 57.5, 57.9])).is_resolved is False
 
 
-def test_one_seed_tells_nothing():
+def test_fewer_than_three_seeds_tell_nothing():
     gap = Gap(Sample.of([57.0]), Sample.of([56.0, 56.1]))
     assert gap.size == pytest.approx(0.95)
     assert gap.standard_error is gap.half_interval is gap.is_resolved is gap.seeds_needed() is None
+    two = Gap(Sample.of([57.0, 57.001]), Sample.of([50.0, 50.001, 50.002]))
+    assert two.half_interval is two.is_resolved is None
+
+
+@pytest.mark.parametrize("pairs", [3, 5, 30])
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.999])
+def test_the_interval_is_that_of_a_paired_t_test(pairs, confidence):
+    stats = pytest.importorskip("scipy.stats")
+    draw = random.Random(pairs)
+    one, other = ([draw.gauss(mean, 1.0) for _ in range(pairs)] for mean in (0.1, 0.0))
+    found = PairedDifference.of(dict(enumerate(one)), dict(enumerate(other)), confidence)
+    test = stats.ttest_rel(one, other)
+    expected = test.confidence_interval(confidence)
+    assert found.mean == pytest.approx(sum(one) / pairs - sum(other) / pairs, abs=1e-12)
+    assert found.interval == pytest.approx((expected.low, expected.high), rel=1e-9)
+    assert found.is_resolved == (test.pvalue < 1.0 - confidence)
+    assert found.perplexity_change == pytest.approx(math.expm1(found.mean))
+
+
+def test_pairs_are_of_the_same_seed():
+    found = PairedDifference.of({3: 1.0, 1: 2.0, 9: 100.0, 4: 0.0}, {1: 1.5, 2: -50.0, 3: 0.5, 4: -0.5})
+    assert set(found.seeds) == {1, 3, 4}
+    assert (found.mean, found.sample.deviation) == (0.5, 0.0)
+    assert found.is_resolved is True
+    assert PairedDifference.of({1: 1.0}, {2: 1.0}) is None
+
+
+def test_two_pairs_have_no_interval_and_an_infinite_one_resolves_nothing():
+    for seeds in (1, 2):
+        few = PairedDifference.of(dict.fromkeys(range(seeds), 1.0), dict.fromkeys(range(seeds), 0.5))
+        assert (few.mean, few.half_interval, few.interval, few.is_resolved) == (0.5, None, None, None)
+    broken = PairedDifference.of({1: math.inf, 2: 1.0, 3: 1.0}, dict.fromkeys((1, 2, 3), 0.0))
+    assert broken.is_resolved is None
+    assert broken.perplexity_change == math.inf
 
 
 def test_seeds_needed_give_the_power_they_promise():
@@ -61,8 +104,8 @@ def test_seeds_needed_give_the_power_they_promise():
             return stats.t.ppf(0.975, 2 * n - 2) + stats.t.ppf(0.8, 2 * n - 2)
 
         assert gap >= quantiles(seeds) * math.hypot(first, second) / math.sqrt(seeds)
-        assert seeds == 2 or gap < quantiles(seeds - 1) * math.hypot(first, second) / math.sqrt(seeds - 1)
+        assert seeds == LEAST_SEEDS or gap < quantiles(seeds - 1) * math.hypot(first, second) / math.sqrt(seeds - 1)
     assert (
         seeds_to_resolve(0.0, 1.0, 1.0) is seeds_to_resolve(1e-6, 1.0, 1.0) is seeds_to_resolve(math.nan, 1, 1) is None
     )
-    assert seeds_to_resolve(1.0, 0.0, 0.0) == 2
+    assert seeds_to_resolve(1.0, 0.0, 0.0) == LEAST_SEEDS

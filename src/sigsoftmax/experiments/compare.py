@@ -1,8 +1,9 @@
 """Heads trained under equal budgets on one text, where possible on text whose truth is known.
 
-One recipe, the same seeds and updates for all; what differs is the head. Where the recipe's finetuning has a fixed
-length it follows training: it averages the weights, and when averaging begins must not depend on the head. A table,
-records, a page, and sentences that follow from the numbers.
+One recipe and the same seeds for all; what differs is the head. Where the recipe's finetuning has a fixed length it
+follows training: it averages the weights, and when averaging begins must not depend on the head. Everything that is
+printed is made from the records (:mod:`sigsoftmax.report.comparisons`), as the page is: tables and sentences of the
+heads and seeds that the folder has under this budget, whichever command trained them.
 
 Shapes: L positions of the test text, V words.
 """
@@ -19,27 +20,27 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.streaming import streamed_spectrum
-from sigsoftmax.experiments.comparison_words import Measured, findings, table
 from sigsoftmax.experiments.display import Display, make_display, watching
 from sigsoftmax.experiments.folder_locks import FolderLock
 from sigsoftmax.experiments.log_outputs import log_output_blocks
-from sigsoftmax.experiments.runs import Resources, Run, planned_runs
+from sigsoftmax.experiments.runs import Resources, Run, folder_name, planned_runs
 from sigsoftmax.experiments.training_runs import After, train_runs
 from sigsoftmax.heads import Head
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data import Corpus, batchify
 from sigsoftmax.lm.evaluation import evaluate
-from sigsoftmax.lm.recipes import recipe, with_overrides
+from sigsoftmax.lm.recipes import recipe, with_overrides, written_changes
 from sigsoftmax.lm.saved_models import load_model
 from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.lm.training import Diverged, resolve_device
-from sigsoftmax.records import Environment, Record, append, read
+from sigsoftmax.records import Environment, Record, read, store
 from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.training import ComparisonRecord, EpochRecord
-from sigsoftmax.report import ReportConfig, write_report
+from sigsoftmax.records.training import Budget, ComparisonRecord, EpochRecord
+from sigsoftmax.report import ReportConfig, recorded_comparisons, write_report
+from sigsoftmax.report.comparisons import Comparison
 from sigsoftmax.synthetic import batch_means
 
-__all__ = ["HEADS", "CompareConfig", "run"]
+__all__ = ["HEADS", "CompareConfig", "Measured", "run"]
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -50,6 +51,14 @@ QUICK_HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "mos")
 QUICK_EPOCHS = {"training": 4, "finetuning": 2}
 RANK_POSITIONS = 4096
 """of the test text, evenly spread, in the matrix whose rank is measured"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Test perplexity, KL to the truth and rank of a trained run, and the spectrum behind the rank."""
+
+    record: ComparisonRecord
+    spectrum: ModelSpectrum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +84,33 @@ class CompareConfig:
             raise ValueError("heads are chosen with --heads and the text with --data; leave them out of the changes")
         self.recipes()
 
+    @property
+    def chosen_setting(self) -> str:
+        return self.setting or ("language" if self.resources.data is None else "tiny")
+
+    @property
+    def all_changes(self) -> tuple[str, ...]:
+        """Those that were given, and those that a quick comparison makes."""
+        if not self.quick:
+            return self.changes
+        given = {change.partition("=")[0].strip() for change in self.changes}
+        quick = {f"{phase}.epochs": epochs for phase, epochs in QUICK_EPOCHS.items()}
+        return (*self.changes, *(f"{path}={epochs}" for path, epochs in quick.items() if path not in given))
+
+    def budget(self) -> Budget:
+        """What every head is given, as the records say it; the same whichever heads are chosen."""
+        changes = written_changes(self.all_changes)
+        # In some settings mixtures have other numbers of epochs, which follow from the setting.
+        of_softmax = with_overrides(
+            recipe(f"{self.chosen_setting}-softmax"),
+            [change for change in changes if change.startswith(("training.", "finetuning."))],
+        )
+        epochs = of_softmax.training.epochs + of_softmax.finetuning.epochs * _is_finetuned(of_softmax)
+        return Budget(setting=self.chosen_setting, changes=changes, epochs=epochs)
+
     def recipes(self) -> list[Recipe]:
-        setting = self.setting or ("language" if self.resources.data is None else "tiny")
-        changes = list(self.changes)
-        if self.quick:
-            given = {change.partition("=")[0].strip() for change in changes}
-            quick = {f"{phase}.epochs": epochs for phase, epochs in QUICK_EPOCHS.items()}
-            changes += [f"{path}={epochs}" for path, epochs in quick.items() if path not in given]
         names = self.heads or (QUICK_HEADS if self.quick else HEADS)
-        recipes = [with_overrides(recipe(f"{setting}-{name}"), changes) for name in names]
+        recipes = [with_overrides(recipe(f"{self.chosen_setting}-{name}"), self.all_changes) for name in names]
         heads = [chosen.model.head for chosen in recipes]
         if len(set(heads)) != len(heads):
             raise ValueError(f"each head is compared once, got {', '.join(heads)}")
@@ -107,12 +134,12 @@ def _compared(config: CompareConfig, say: Say, display: Display | None) -> list[
     corpus = config.resources.corpus(runs[0].recipe.corpus)
     say(_introduction(config, runs, corpus))
     results, errors = _trained(runs, config.resources, display)
+    budget = config.budget()
+    results = [replace(measured, record=replace(measured.record, budget=budget)) for measured in results]
     for error in errors:
         say(f"Left out: {error}")
     if results:
-        say(table(results))
-        say("\n".join(findings(results)))
-        _write(config, runs, results, say)
+        _write(config, results, say)
     if errors:
         raise errors[0]
     return results
@@ -142,20 +169,45 @@ def _trained(runs: list[Run], resources: Resources, display: Display | None) -> 
     return list(found.values()), errors
 
 
-def _write(config: CompareConfig, runs: list[Run], results: list[Measured], say: Say) -> None:
+def _write(config: CompareConfig, results: list[Measured], say: Say) -> None:
+    """Record what was measured; say and show what the records now hold."""
     records = config.out / "comparison.jsonl"
-    _write_records(records, results, config.resources)
-    heads = {measured.record.run.recipe for measured in results}
-    epochs = [path for one in runs if one.recipe.name in heads for path in one.folder.glob("*/records.jsonl")]
+    environment = Environment.here(resolve_device(config.resources.device))
+    store(records, [Record.of(payload, environment) for found in results for payload in (found.record, found.spectrum)])
+    own = [measured.record for measured in results]
+    for comparison in recorded_comparisons((records,)):
+        # Others in the same folder, of another text or budget, are on the page alone.
+        if any(record in comparison.records for record in own):
+            _say(comparison, own, say)
     written = write_report(
         ReportConfig(
-            paths=(records, *sorted(epochs)),
+            paths=(records, *_epochs_of_all(config.out, records)),
             out=config.out / "report.html",
             title="Output heads under equal budgets",
         )
     )
     warnings = "".join(f"\n{warning}" for warning in written.warnings)
     say(f"Written:\n  {records}\n  {written.path}{warnings}")
+
+
+def _say(comparison: Comparison, own: list[ComparisonRecord], say: Say) -> None:
+    earlier = sum(record not in own for record in comparison.records)
+    if earlier:
+        runs = "1 run" if earlier == 1 else f"{earlier} runs"
+        say(f"With {runs} of earlier comparisons in this folder under the same budget.")
+    say(comparison.table().to_text())
+    say(comparison.details().to_text())
+    say("\n".join(f"- {text}" for text in comparison.findings()))
+
+
+def _epochs_of_all(out: Path, records: Path) -> list[Path]:
+    """The epochs of all runs that the records hold; a run that diverged is not among them."""
+    compared = {
+        (folder_name(record.payload_as(ComparisonRecord).run.recipe), str(record.payload_as(ComparisonRecord).run.seed))
+        for record in read(records, malformed="skip")
+        if record.kind == ComparisonRecord.KIND
+    }
+    return sorted(path for recipe, seed in compared for path in (out / recipe / seed).glob("*/records.jsonl"))
 
 
 def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str:
@@ -182,7 +234,7 @@ def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str
 
 
 def measure(run: Run, corpus: Corpus, resources: Resources) -> Measured:
-    """What a trained run is worth, on the test text."""
+    """Test perplexity, KL to the truth and rank of a trained run, on the test text."""
     device = resolve_device(resources.device)
     loaded = load_model(run.best, device=device)
     valid = evaluate(loaded.model, batchify(corpus.valid, run.recipe.training.evaluation_batch))
@@ -225,7 +277,6 @@ def measure(run: Run, corpus: Corpus, resources: Resources) -> Measured:
             seconds=sum(epoch.seconds_training + epoch.seconds_validation for epoch in epochs),
         ),
         spectrum=ModelSpectrum(run=loaded.run, split="test", spectrum=spectrum),
-        values_L=(losses_L if kl_L is None else kl_L).numpy(),
     )
 
 
@@ -248,16 +299,3 @@ def _epoch_records(run: Run) -> Iterator[EpochRecord]:
         for record in read(path, malformed="skip"):
             if record.kind == EpochRecord.KIND:
                 yield record.payload_as(EpochRecord)
-
-
-def _write_records(path: Path, results: list[Measured], resources: Resources) -> None:
-    """The comparison as a whole, in place of an earlier one."""
-    environment = Environment.here(resolve_device(resources.device))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        for result in results:
-            append(temporary, [Record.of(result.record, environment), Record.of(result.spectrum, environment)])
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sigsoftmax.experiments.display import duration_text, perplexity_text
 from sigsoftmax.experiments.sweep_plan import Point, SweepConfig, Trial
-from sigsoftmax.experiments.train import sample_text
 from sigsoftmax.records.sweeps import PairedDifferenceRecord, Quantity, TrialRecord
-from sigsoftmax.report.statistics import Sample, student_quantile
-from sigsoftmax.report.tables import DASH, Column, Row, Table
+from sigsoftmax.report.statistics import LEAST_SEEDS, PairedDifference, Sample
+from sigsoftmax.report.tables import DASH, Column, Row, Table, sample_text
 
-__all__ = ["Group", "PairedDifference", "differences", "groups_of", "results_table", "trial_line"]
+__all__ = ["Group", "differences", "groups_of", "results_table", "trial_line"]
 
 QUANTITY_NAMES: Mapping[Quantity, str] = {"test_loss": "test loss", "kl": "KL"}
 
@@ -31,6 +29,10 @@ class Group:
     def values(self, quantity: Quantity) -> dict[int, float]:
         return {seed: _value(record, quantity) for seed, record in self.records.items()}
 
+    def overrides(self) -> set[str]:
+        """Changes to the recipe that are no alternatives of the sweep."""
+        return {change for record in self.records.values() for change in record.run.overrides} - {*self.point}
+
     def texts(self) -> set[str]:
         return {record.run.corpus_checksum for record in self.records.values()}
 
@@ -41,43 +43,12 @@ def _value(record: TrialRecord, quantity: Quantity) -> float:
     return value
 
 
-@dataclass(frozen=True)
-class PairedDifference:
-    """By how much one thing lies above another on the same seeds, with Student's interval of the mean."""
-
-    seeds: tuple[int, ...]
-    sample: Sample
-    confidence: float
-
-    @classmethod
-    def of(
-        cls, values: Mapping[int, float], baseline: Mapping[int, float], confidence: float = 0.95
-    ) -> PairedDifference | None:
-        """None without a seed that both have."""
-        seeds = tuple(seed for seed in values if seed in baseline)
-        if not seeds:
-            return None
-        return cls(seeds, Sample.of([values[seed] - baseline[seed] for seed in seeds]), confidence)
-
-    @property
-    def half_interval(self) -> float | None:
-        """None for a single pair, which has no spread."""
-        error = self.sample.standard_error
-        if error is None:
-            return None
-        return student_quantile(0.5 + 0.5 * self.confidence, self.sample.count - 1) * error
-
-    @property
-    def is_resolved(self) -> bool:
-        """Whether there is an interval and it leaves out zero."""
-        half = self.half_interval
-        return half is not None and math.isfinite(half) and abs(self.sample.mean) > half
-
-    def __str__(self) -> str:
-        half, mean = self.half_interval, self.sample.mean
-        if half is None:
-            return f"{mean:+.4f}"
-        return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]{' *' if self.is_resolved else '  '}"
+def difference_text(difference: PairedDifference) -> str:
+    interval = difference.interval
+    if interval is None:
+        return f"{difference.mean:+.4f}"
+    low, high = interval
+    return f"{difference.mean:+.4f} [{low:+.4f}, {high:+.4f}]{' *' if difference.is_resolved else '  '}"
 
 
 def groups_of(trials: Sequence[Trial], records: Mapping[Trial, TrialRecord]) -> list[Group]:
@@ -121,7 +92,7 @@ def differences(groups: Sequence[Group], config: SweepConfig) -> list[PairedDiff
         difference = _difference(group, baseline, quantity, config)
         if group is baseline or difference is None:
             continue
-        half, mean = difference.half_interval, difference.sample.mean
+        low, high = difference.interval or (None, None)
         found.append(
             PairedDifferenceRecord(
                 recipe=group.recipe,
@@ -130,11 +101,13 @@ def differences(groups: Sequence[Group], config: SweepConfig) -> list[PairedDiff
                 baseline_point=baseline.point,
                 quantity=quantity,
                 seeds=difference.seeds,
-                mean=mean,
+                mean=difference.mean,
                 deviation=difference.sample.deviation,
-                low=None if half is None else mean - half,
-                high=None if half is None else mean + half,
+                low=low,
+                high=high,
                 confidence=config.confidence,
+                corpus_checksum=next(iter(group.texts())),
+                changes=tuple(sorted(group.overrides() | baseline.overrides())),
             )
         )
     return found
@@ -171,7 +144,9 @@ def results_table(groups: Sequence[Group], failures: Mapping[Trial, str], config
         if compared:
             baseline = baseline_of(group, groups, config)
             difference = _difference(group, baseline, quantity, config)
-            cells.append("baseline  " if group is baseline else DASH if difference is None else str(difference))
+            cells.append(
+                "baseline  " if group is baseline else DASH if difference is None else difference_text(difference)
+            )
         rows.append(Row(cells))
     failed = [
         f"failed: {'; '.join(trial.name for trial in failures if failures[trial] == reason)}: {reason}"
@@ -196,7 +171,7 @@ def _notes(groups: Sequence[Group], config: SweepConfig, quantity: Quantity) -> 
     if any(difference.low is not None for difference in found):
         lines.append(f"In brackets Student's {100 * config.confidence:g} % interval, * where it leaves out zero.")
     else:
-        lines.append("An interval needs two seeds at least.")
+        lines.append(f"With fewer than {LEAST_SEEDS} seeds nothing can be resolved, and no interval is given.")
     if len(found) > 1 and any(difference.low is not None for difference in found):
         lines.append(
             f"Each interval stands for itself: of many, {100 * (1 - config.confidence):.3g} % leave out zero by "

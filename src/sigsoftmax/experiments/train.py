@@ -16,6 +16,7 @@ from sigsoftmax.experiments.training_runs import train_runs
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.records.training import EvaluationRecord
 from sigsoftmax.report.statistics import Sample
+from sigsoftmax.report.tables import sample_text
 
 __all__ = ["FinetuneConfig", "TrainConfig", "Trained", "finetune", "result_lines", "run", "train_and_evaluate"]
 
@@ -110,8 +111,3 @@ def seeds_table(trained: Trained) -> str:
             cells.append(f"{kinds[0].split} (batch {kinds[0].batch}) {sample_text(sample)}")
         lines.append(f"  {name:{width}}  n = {len(seeds)}  {'  '.join(cells)}")
     return "\n".join(lines)
-
-
-def sample_text(sample: Sample, digits: int = 2) -> str:
-    spread = "" if sample.deviation is None else f" ± {sample.deviation:.{digits}f}"
-    return f"{sample.mean:,.{digits}f}{spread}"

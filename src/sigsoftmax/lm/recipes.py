@@ -38,6 +38,7 @@ __all__ = [
     "recipe",
     "to_json",
     "with_overrides",
+    "written_changes",
 ]
 
 HEADS = (
@@ -160,6 +161,14 @@ def with_overrides(base: Recipe, changes: Iterable[str]) -> Recipe:
             raise ValueError(f"{path} is changed twice; say it once")
         values[path] = _plain_of_text(known[path], text)
     return _changed(base, values)
+
+
+def written_changes(changes: Iterable[str]) -> tuple[str, ...]:
+    """Changes in the form that ``overrides`` has them in, sorted: the same for all ways to write the same changes."""
+    known = field_paths()
+    parts = [[part.strip() for part in change.partition("=")[::2]] for change in changes]
+    values = {path: from_plain(known[path], _plain_of_text(known[path], text), path) for path, text in parts}
+    return tuple(sorted(f"{path}={_text_of(value)}" for path, value in values.items()))
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class PairedDifferenceRecord:
     """By how much a recipe lies above its baseline, seed by seed, with Student's interval of the mean."""
 
     KIND: ClassVar[str] = "paired-difference"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     recipe: str
     point: tuple[str, ...]
@@ -75,12 +75,17 @@ class PairedDifferenceRecord:
     """of the differences, with n - 1; None for a single pair"""
     low: float | None
     high: float | None
-    """ends of the interval; None for a single pair"""
+    """ends of the interval; None where there are too few pairs for one"""
     confidence: float
+    corpus_checksum: str = ""
+    """of the text that both were trained on; empty in records of version 1"""
+    changes: tuple[str, ...] = ()
+    """made to all trials of the sweep, as ``training.epochs=4``; empty in records of version 1"""
 
     @property
     def subject(self) -> Hashable:
-        return self.recipe, self.point, self.baseline_recipe, self.baseline_point, self.quantity
+        compared = (self.recipe, self.point), (self.baseline_recipe, self.baseline_point)
+        return *compared, self.quantity, self.corpus_checksum, self.changes
 
     @property
     def extent(self) -> Mapping[Hashable, float]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 __all__ = [
+    "Budget",
     "ComparisonRecord",
     "DynamicEvaluationRecord",
     "EpochRecord",
@@ -156,11 +157,24 @@ class DynamicEvaluationRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What all runs of a comparison were given alike; it varies neither with the head nor with the seed."""
+
+    setting: str
+    """of the recipes, as ``language``"""
+    changes: tuple[str, ...]
+    """made to every recipe, as ``training.epochs=4``; also those that leave a recipe as it is, since what another head
+    has by default is a change to this one"""
+    epochs: int
+    """of all phases, as planned for softmax"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComparisonRecord:
     """A head among others under an equal budget."""
 
     KIND: ClassVar[str] = "comparison"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     run: RunIdentity
     epochs: int
@@ -179,6 +193,8 @@ class ComparisonRecord:
     contexts: int | None
     """columns of the matrix whose rank it is"""
     seconds: float
+    budget: Budget | None = None
+    """None in records of version 1"""
 
     @property
     def subject(self) -> Hashable:

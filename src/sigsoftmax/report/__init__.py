@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sigsoftmax.records.storing import write_whole
+from sigsoftmax.report.comparisons import Comparison, comparisons
 from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.page import NO_PLOTLY, plotly_script, render
 from sigsoftmax.report.sections import reproduction, spectra
 from sigsoftmax.report.theme import Looks
 
-__all__ = ["ReportConfig", "WrittenReport", "paper_tables", "write_report"]
+__all__ = ["ReportConfig", "WrittenReport", "paper_tables", "recorded_comparisons", "write_report"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,11 @@ def write_report(config: ReportConfig) -> WrittenReport:
     return WrittenReport(
         path=config.out, records=len(loaded.records), files=len(loaded.files), warnings=tuple(warnings)
     )
+
+
+def recorded_comparisons(paths: tuple[Path, ...]) -> list[Comparison]:
+    """Comparisons of heads under equal budgets, as the page shows them."""
+    return comparisons(entry.payload for entry in Material.of(load(paths)).comparisons)
 
 
 def paper_tables(paths: tuple[Path, ...]) -> str:

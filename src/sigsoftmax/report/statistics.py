@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-__all__ = ["Gap", "Sample", "perplexity", "seeds_to_resolve", "student_quantile"]
+__all__ = ["LEAST_SEEDS", "Gap", "PairedDifference", "Sample", "perplexity", "seeds_to_resolve", "student_quantile"]
 
+LEAST_SEEDS = 3
+"""Below this many, no interval is given and nothing is called resolved: with two, t has one degree of freedom, and
+whether an interval leaves out zero says little more than how near to each other the two happened to fall."""
 SIGNIFICANCE = 0.05
 POWER = 0.8
 MOST_SEEDS = 10_000
@@ -68,9 +71,9 @@ class Gap:
 
     @property
     def half_interval(self) -> float | None:
-        """Half of the 95 % interval of the difference, by Welch's t; None where there is no spread to judge by."""
+        """Half of the 95 % interval of the difference, by Welch's t; None where either has too few seeds for one."""
         error = self.standard_error
-        if error is None or not math.isfinite(error):
+        if min(self.first.count, self.second.count) < LEAST_SEEDS or error is None or not math.isfinite(error):
             return None
         if error == 0.0:
             return 0.0
@@ -96,6 +99,55 @@ class Gap:
         return seeds_to_resolve(self.size, self.first.deviation, self.second.deviation)
 
 
+@dataclass(frozen=True)
+class PairedDifference:
+    """By how much one thing lies above another on the same seeds, with Student's interval of the mean."""
+
+    seeds: tuple[int, ...]
+    sample: Sample
+    confidence: float = 1.0 - SIGNIFICANCE
+
+    @classmethod
+    def of(
+        cls, values: Mapping[int, float], baseline: Mapping[int, float], confidence: float = 1.0 - SIGNIFICANCE
+    ) -> PairedDifference | None:
+        """Both by seed; None without a seed that both have."""
+        seeds = tuple(seed for seed in values if seed in baseline)
+        if not seeds:
+            return None
+        return cls(seeds, Sample.of([values[seed] - baseline[seed] for seed in seeds]), confidence)
+
+    @property
+    def mean(self) -> float:
+        return self.sample.mean
+
+    @property
+    def perplexity_change(self) -> float:
+        """The difference in nats as a relative change of perplexity: -0.1 where it is a tenth lower."""
+        return perplexity(self.mean) - 1.0
+
+    @property
+    def half_interval(self) -> float | None:
+        """None with fewer pairs than an interval is given for."""
+        error = self.sample.standard_error
+        if error is None or len(self.seeds) < LEAST_SEEDS:
+            return None
+        return student_quantile(0.5 + 0.5 * self.confidence, self.sample.count - 1) * error
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        half = self.half_interval
+        return None if half is None else (self.mean - half, self.mean + half)
+
+    @property
+    def is_resolved(self) -> bool | None:
+        """Whether the interval leaves out zero; None where there is no interval."""
+        half = self.half_interval
+        if half is None or not math.isfinite(half):
+            return None
+        return abs(self.mean) > half
+
+
 def seeds_to_resolve(gap: float, first_deviation: float, second_deviation: float) -> int | None:
     """Seeds of each of two heads, so that a two-sided test at 5 % finds a gap of that size in four cases of five.
 
@@ -106,7 +158,7 @@ def seeds_to_resolve(gap: float, first_deviation: float, second_deviation: float
         return None
     # Student's t asks for more than the normal distribution does, so that the search may begin there.
     normal = sum(NormalDist().inv_cdf(p) for p in (1.0 - SIGNIFICANCE / 2.0, POWER))
-    fewest = max(2.0, normal**2 * variance / gap**2)
+    fewest = max(float(LEAST_SEEDS), normal**2 * variance / gap**2)
     if fewest > MOST_SEEDS:
         return None
     for seeds in range(math.floor(fewest), MOST_SEEDS + 1):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sigsoftmax.report.markup import Child, Markup, join, tag
+from sigsoftmax.report.statistics import Sample
 
 __all__ = [
     "DASH",
@@ -25,6 +26,7 @@ __all__ = [
     "plain_text",
     "power_text",
     "range_text",
+    "sample_text",
     "seconds_text",
     "sentence",
     "signed_text",
@@ -173,6 +175,18 @@ def number_text(value: float | None, digits: int = 4) -> str:
         return f"{mantissa} {TIMES} {power_text(int(exponent))}".replace("-", MINUS)
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}".replace("-", MINUS)
+
+
+def sample_text(sample: Sample | None, decimals: int = 2) -> str:
+    """Mean and standard deviation; large means without decimals."""
+    if sample is None:
+        return DASH
+    if not math.isfinite(sample.mean) or sample.mean >= 1e5:
+        return number_text(sample.mean)
+    decimals = decimals if sample.mean < 1e3 else 0
+    if sample.deviation is None or not math.isfinite(sample.deviation):
+        return f"{sample.mean:,.{decimals}f}"
+    return f"{sample.mean:,.{decimals}f} ± {sample.deviation:,.{decimals}f}"
 
 
 def power_text(exponent: int) -> str:

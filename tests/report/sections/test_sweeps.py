@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from tests.report import synthetic_runs
 from tests.report.sections.making import rows_of, section_of, table_of
 
@@ -27,19 +28,20 @@ def trials(kl: float | None = 0.4) -> list[TrialRecord]:
     ]
 
 
-def difference(low: float | None, high: float | None) -> PairedDifferenceRecord:
+def difference(low: float | None, high: float | None, *, seeds=(1, 2, 3), **changes) -> PairedDifferenceRecord:
     return PairedDifferenceRecord(
         recipe="language-mos",
         point=(),
         baseline_recipe="language-softmax",
         baseline_point=(),
         quantity="kl",
-        seeds=(1, 2),
+        seeds=seeds,
         mean=-0.125,
         deviation=None if low is None else 0.01,
         low=low,
         high=high,
         confidence=0.95,
+        **changes,
     )
 
 
@@ -65,9 +67,34 @@ def test_differences_are_resolved_by_their_intervals(tmp_path):
     assert rows_of(table_of(made, "Differences"))[0][-2:] == ["−0.2000 to −0.0500", "yes"]
     open_ = section_of(sweeps, [*trials(), difference(-0.2, 0.05)], tmp_path)
     assert open_.findings == ["None of 1 differences from the baseline is resolved by these seeds."]
-    single = section_of(sweeps, [*trials(), difference(None, None)], tmp_path)
-    assert single.findings == []
-    assert rows_of(table_of(single, "Differences"))[0][-2:] == ["–", "–"]
+
+
+@pytest.mark.parametrize("ends", [(None, None), (-0.2, -0.05)], ids=["without an interval", "of an earlier version"])
+def test_two_seeds_resolve_nothing(tmp_path, ends):
+    made = section_of(sweeps, [*trials(), difference(*ends, seeds=(1, 2))], tmp_path)
+    assert made.findings == ["With fewer than 3 seeds of each nothing can be resolved."]
+    row = rows_of(table_of(made, "Differences"))[0]
+    assert row[-3:] == ["−0.1250", "–", "–"]
+
+
+def test_sweeps_that_differ_in_what_was_changed_for_all_are_not_pooled(tmp_path):
+    short = [
+        dataclasses.replace(t, run=dataclasses.replace(t.run, overrides=("training.epochs=2",)), kl=9.0)
+        for t in trials()
+    ]
+    differences = [
+        difference(-0.2, -0.1, changes=("training.clip=1",)),
+        difference(0.1, 0.2, changes=("training.clip=1", "training.epochs=2")),
+    ]
+    made = section_of(sweeps, [*trials(), *short, *differences], tmp_path)
+    rows = rows_of(table_of(made, "A language"))
+    assert len(rows) == 2 * len({(t.run.head, t.point) for t in trials()})
+    assert {row[2] for row in rows} == {"2"}
+    assert sum("training.epochs=2" in row[1] for row in rows) == len(rows) // 2
+    assert [row[0] for row in rows_of(table_of(made, "Differences"))] == [
+        "language-mos",
+        "language-mos, training.epochs=2",
+    ]
 
 
 def test_a_trial_that_was_made_again_counts_once(tmp_path):

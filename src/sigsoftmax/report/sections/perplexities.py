@@ -10,8 +10,8 @@ from sigsoftmax.records import Environment, paper
 from sigsoftmax.records.paper import PublishedTable, Split, Stage
 from sigsoftmax.records.training import DynamicEvaluationRecord, RunIdentity
 from sigsoftmax.report.material import Material, changes, run_label, setting_label
-from sigsoftmax.report.statistics import POWER, SIGNIFICANCE, Gap, Sample, perplexity
-from sigsoftmax.report.tables import DASH, MINUS, Cell, Column, Row, Table, number_text, range_text, signed_text
+from sigsoftmax.report.statistics import LEAST_SEEDS, POWER, SIGNIFICANCE, Gap, Sample, perplexity
+from sigsoftmax.report.tables import DASH, MINUS, Cell, Column, Row, Table, range_text, sample_text, signed_text
 from sigsoftmax.report.theme import Looks, head_label, same_head, swatch
 
 __all__ = ["Variant", "collect", "gap_tables", "grid_table", "perplexity_table"]
@@ -117,18 +117,6 @@ def collect(material: Material) -> dict[str, list[Variant]]:
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
-
-
-def sample_text(sample: Sample | None) -> str:
-    """Mean and standard deviation."""
-    if sample is None:
-        return DASH
-    if not math.isfinite(sample.mean) or sample.mean >= 1e5:
-        return number_text(sample.mean)
-    decimals = 2 if sample.mean < 1e3 else 0
-    if sample.deviation is None or not math.isfinite(sample.deviation):
-        return f"{sample.mean:,.{decimals}f}"
-    return f"{sample.mean:,.{decimals}f} ± {sample.deviation:,.{decimals}f}"
 
 
 def published_text(value: paper.PublishedResult | None) -> str:
@@ -256,7 +244,7 @@ class Judged:
         if self.own.is_resolved is None:
             needed = self.published.seeds_needed() if self.published else None
             more = f"; the paper's gap takes about {needed} of each at its spread" if needed else ""
-            return f"one seed has no spread: nothing follows{more}"
+            return f"fewer than {LEAST_SEEDS} seeds of each: nothing can be resolved{more}"
         if self.own.is_resolved:
             better, worse = (self.second, self.first) if self.own.size > 0.0 else (self.first, self.second)
             return f"{head_label(better)} is lower than {head_label(worse)}"
@@ -339,8 +327,9 @@ def gap_tables(corpus: str, gaps: Sequence[Judged]) -> list[Table]:
 def gap_text(gap: Gap | None) -> str:
     if gap is None:
         return DASH
-    error = gap.standard_error
-    return signed_text(gap.size) + (f" ± {error:.2f}" if error is not None and math.isfinite(error) else "")
+    # Where there are too few seeds for an interval, a standard error would be read as one.
+    error = None if gap.half_interval is None else gap.standard_error
+    return signed_text(gap.size) + (f" ± {error:.2f}" if error is not None else "")
 
 
 # --- dynamic evaluation's grid ------------------------------------------------------------------------------------

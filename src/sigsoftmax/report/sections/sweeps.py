@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
-from sigsoftmax.report.material import Material, corpus_label
+from sigsoftmax.report.material import Material, changes, corpus_label
 from sigsoftmax.report.section import Absent, Block, Section
-from sigsoftmax.report.sections.perplexities import sample_text
-from sigsoftmax.report.statistics import Sample
-from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table, number_text, seconds_text, sentence, signed_text
+from sigsoftmax.report.statistics import LEAST_SEEDS, Sample
+from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table, sample_text, seconds_text, sentence, signed_text
 from sigsoftmax.report.theme import Looks, swatch
 
 __all__ = ["section"]
@@ -41,12 +40,17 @@ def section(material: Material, looks: Looks) -> Section | Absent:
 
 
 def _trials(trials: Sequence[TrialRecord], looks: Looks) -> Table:
+    # Trials of two sweeps may differ in what was changed for all trials of one, which is no alternative within it.
     groups: dict[tuple[str, str, tuple[str, ...]], list[TrialRecord]] = {}
     for trial in trials:
-        groups.setdefault((trial.run.recipe, trial.run.head, trial.point), []).append(trial)
+        changed = tuple(sorted({*changes(trial.run), *trial.point}))
+        groups.setdefault((trial.run.recipe, trial.run.head, changed), []).append(trial)
+    # What all have in common is said once.
+    common = set.intersection(*(set(changed) for _, _, changed in groups))
     has_truth = any(trial.kl is not None for trial in trials)
     rows = []
-    for (recipe, head, point), found in groups.items():
+    for (recipe, head, changed), found in groups.items():
+        point = [change for change in changed if change not in common]
         look = looks[head]
         known = [trial.kl for trial in found if trial.kl is not None]
         cells: list[Cell | str] = [Cell(recipe, before=swatch(look)), ", ".join(point) or DASH, f"{len(found)}"]
@@ -54,7 +58,7 @@ def _trials(trials: Sequence[TrialRecord], looks: Looks) -> Table:
             sample_text(Sample.of([getattr(trial, f"{split}_perplexity") for trial in found])) for split in SPLITS
         ]
         if has_truth:
-            cells.append(_nats(Sample.of(known)) if known else DASH)
+            cells.append(sample_text(Sample.of(known), decimals=4) if known else DASH)
         cells.append(seconds_text(sum(trial.seconds for trial in found) / len(found)))
         rows.append(Row(cells))
     columns = [Column("Recipe", "label"), Column("Alternative", "words"), Column("Seeds")]
@@ -63,29 +67,25 @@ def _trials(trials: Sequence[TrialRecord], looks: Looks) -> Table:
         columns.append(Column("KL to the truth (nats)"))
     columns.append(Column("Time of a trial"))
     return Table(
-        caption=f"{sentence(corpus_label(trials[0].run.corpus))}: means over seeds",
+        caption=f"{sentence(', '.join((corpus_label(trials[0].run.corpus), *sorted(common))))}: means over seeds",
         columns=columns,
         rows=rows,
         notes=["± is the standard deviation over seeds."],
     )
 
 
-def _nats(sample: Sample) -> str:
-    mean = number_text(sample.mean)
-    return mean if sample.deviation is None else f"{mean} ± {number_text(sample.deviation, 2)}"
-
-
 def _differences(differences: Sequence[PairedDifferenceRecord]) -> Table:
     rows = []
+    common = set.intersection(*(set(d.changes) for d in differences))
     for d in differences:
-        interval = DASH
-        if d.low is not None and d.high is not None:
-            interval = f"{signed_text(d.low, '.4f')} to {signed_text(d.high, '.4f')}"
+        changed = [change for change in d.changes if change not in common]
+        found = _interval(d)
+        interval = DASH if found is None else " to ".join(signed_text(end, ".4f") for end in found)
         rows.append(
             Row(
                 (
-                    _named(d.recipe, d.point),
-                    _named(d.baseline_recipe, d.baseline_point),
+                    _named(d.recipe, [*d.point, *changed]),
+                    _named(d.baseline_recipe, [*d.baseline_point, *changed]),
                     QUANTITIES[d.quantity],
                     f"{len(d.seeds)}",
                     signed_text(d.mean, ".4f"),
@@ -109,16 +109,23 @@ def _named(recipe: str, point: Sequence[str]) -> str:
     return ", ".join((recipe, *point))
 
 
-def _is_resolved(difference: PairedDifferenceRecord) -> bool | None:
-    if difference.low is None or difference.high is None:
+def _interval(difference: PairedDifferenceRecord) -> tuple[float, float] | None:
+    """Earlier versions recorded intervals of two seeds, which are none to judge by."""
+    if difference.low is None or difference.high is None or len(difference.seeds) < LEAST_SEEDS:
         return None
-    return difference.low > 0.0 or difference.high < 0.0
+    return difference.low, difference.high
+
+
+def _is_resolved(difference: PairedDifferenceRecord) -> bool | None:
+    interval = _interval(difference)
+    return None if interval is None else interval[0] > 0.0 or interval[1] < 0.0
 
 
 def _findings(differences: Sequence[PairedDifferenceRecord]) -> list[str]:
     judged = [d for d in differences if _is_resolved(d) is not None]
     if not judged:
-        return []
+        fewer = f"With fewer than {LEAST_SEEDS} seeds of each nothing can be resolved."
+        return [fewer] if differences else []
     resolved = [d for d in judged if _is_resolved(d)]
     if not resolved:
         return [f"None of {len(judged)} differences from the baseline is resolved by these seeds."]
