@@ -96,7 +96,7 @@ def changed(**changes):
     [
         ("[1]", r"f:9: not a record: expected a JSON object with a number 'schema'"),
         ("{}", r"f:9: not a record: expected a JSON object"),
-        (changed(schema=99), r"f:9: the record has schema 99, and 1 is the latest .* upgrade sigsoftmax"),
+        (changed(schema=99), r"f:9: the record has schema 99, and 2 is the latest .* upgrade sigsoftmax"),
         (changed(kind=3), r"f:9: kind must be str, got 3"),
         (changed(payload=[]), r"f:9: payload must be dict, got \[\]"),
         (changed(environment__threads="two"), r"f:9: environment\.threads must be int, got 'two'"),

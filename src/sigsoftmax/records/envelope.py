@@ -31,11 +31,12 @@ import torch
 
 from sigsoftmax._version import __version__
 from sigsoftmax.records.parsing import parse_json
+from sigsoftmax.records.provenance import code_revision, library_versions
 
 __all__ = ["Environment", "Payload", "Record", "append", "from_plain", "read", "to_plain"]
 
-SCHEMA = 1
-"""Version of the envelope: the fields around the payload."""
+SCHEMA = 2
+"""Version of the envelope: the fields around the payload. Version 1 had no commit and no libraries."""
 
 
 class Payload(Protocol):
@@ -65,6 +66,19 @@ class Environment:
     """command line of the process"""
     time_utc: str
     """ISO 8601, seconds"""
+    commit: str = ""
+    """commit of the checkout that the code came from; empty if it did not come from one, or was not recorded"""
+    clean: bool | None = None
+    """whether the code was as that commit has it; None without a commit"""
+    libraries: tuple[str, ...] = ()
+    """installed versions of the libraries that measurements may depend on, as in "triton 3.6.0\""""
+
+    @property
+    def revision_text(self) -> str:
+        """The commit in words; says so if none was recorded."""
+        if not self.commit:
+            return "commit not recorded"
+        return f"commit {self.commit[:7]}" + {True: "", False: ", modified", None: ""}[self.clean]
 
     @classmethod
     def here(cls, device: torch.device | str = "cpu") -> Environment:
@@ -78,6 +92,9 @@ class Environment:
             threads=torch.get_num_threads(),
             command=_command_line(),
             time_utc=now.isoformat().replace("+00:00", "Z"),
+            commit=(revision := code_revision()).commit,
+            clean=revision.clean,
+            libraries=library_versions(),
         )
 
 

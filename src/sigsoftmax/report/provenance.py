@@ -39,7 +39,8 @@ def origins(environments: Iterable[Environment]) -> list[Origin]:
     """Commands and machines, each once, in the order of their first records."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for where in environments:
-        versions = f"sigsoftmax {where.package_version}, torch {where.torch_version}, Python {where.python_version}"
+        package = f"sigsoftmax {where.package_version}" + (f" ({where.revision_text})" if where.commit else "")
+        versions = f"{package}, torch {where.torch_version}, Python {where.python_version}"
         found.setdefault((where.command, place_text(where), versions), []).append(where.time_utc)
     in_time = sorted(found.items(), key=lambda item: min(item[1]))
     return [
