@@ -34,10 +34,10 @@ def test_everything_is_said_and_recorded(tool):
     config, results, said = tool
     for part in (
         "20 contexts, 12 words, log P of numerical rank 6",
-        "KL (nats) by width d",
-        "KL (nats) by free numbers per context",
+        "KL (nats) of the best fit, by width d",
+        "the same, by free numbers per context",
         "softmax of equal KL",
-        "spread over starts",
+        "KL from the worst start",
         "Containment holds in all",
     ):
         assert part in said
@@ -55,10 +55,16 @@ def test_the_tables(tool):
     assert by_width[2].split() == ["head", "1", "2", "4"]
     # A mixture of two has 2 d + 1 numbers a context.
     assert by_numbers[2].split() == ["head", "1", "2", "3", "4", "5", "9"]
-    kl = next(result.kl for result in results if (result.head, result.width) == ("mos(K=2)", 2))
+    kl = next(result.fitted_kl for result in results if (result.head, result.width) == ("mos(K=2)", 2))
     (row,) = (line for line in by_numbers if line.startswith("mos"))
     assert row.split()[2] == f"{kl:.4f}"
     assert len({len(line.rstrip()) for line in by_width if set(line) == {"-"}}) == 1
+    fits = [dataclasses.replace(result, kl=result.fitted_kl) for result in results]
+    assert "at most, by containment" not in table(fits, "width")
+    carried = [dataclasses.replace(r, kl=r.kl / 2) if r.head == "sigsoftmax" and r.width == 2 else r for r in fits]
+    *_, mark, row, _ = table(carried, "width").splitlines()
+    assert mark.strip() == "at most, by containment"
+    assert row.split() == ["sigsoftmax", next(f"{r.kl:.4f}" for r in carried if (r.head, r.width) == ("sigsoftmax", 2))]
 
 
 def test_a_second_run_replaces_the_records(tool):

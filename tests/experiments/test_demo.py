@@ -9,7 +9,7 @@ from sigsoftmax.analysis.capacity_curves import CapacityConfig
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.experiments.demo import HEADS, DemoConfig, findings, run, table
 from sigsoftmax.records import read
-from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.capacity import CapacityResult, StartResult
 from sigsoftmax.records.spectra import Spectrum
 from sigsoftmax.synthetic import Language
 
@@ -107,8 +107,21 @@ def test_the_words_follow_the_numbers():
     assert "rank is necessary, not sufficient" in "\n".join(findings(full, 8, 100))
     alike = invented(softmax=(0.9, 10), a=(0.2, 200), b=(0.2, 199))
     assert "not sufficient" not in "\n".join(findings(alike, 8, 100))
-    wide = [dataclasses.replace(result, width=99, kl=0.0) for result in invented(softmax=(0.0, 100))]
+    wide = [dataclasses.replace(result, width=99) for result in invented(softmax=(0.0, 100))]
     assert "at width 99 and not at 8" in "\n".join(findings(full + wide, 8, 100))
+
+
+def test_tables_and_words_are_of_fits_and_limits_stand_apart():
+    """A minimum that is carried over from softmax would put sigsoftmax at or below it by construction."""
+    softmax, sigsoftmax = invented(softmax=(0.9, 10), sigsoftmax=(0.9, 103))
+    sigsoftmax = dataclasses.replace(
+        sigsoftmax, fitted_kl=0.99, starts=(StartResult(name="random 0", kl=1.08, iterations=9),)
+    )
+    words = "\n".join(findings([softmax, sigsoftmax], 8, 100))
+    assert "10.0% more KL" in words
+    assert "at most 0.9000, since it contains softmax" in words
+    row = next(line for line in table([softmax, sigsoftmax], 8).splitlines() if line.startswith("sigsoftmax"))
+    assert row.split()[5:7] == ["0.9900", "1.0800"]
 
 
 def test_the_languages_have_the_rank_they_claim():

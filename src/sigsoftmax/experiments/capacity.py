@@ -133,15 +133,15 @@ def run(config: CapacityToolConfig, say: Say, progress: Say = lambda _: None) ->
     say(table(results, "numbers"))
     say(
         f"Containment holds in all {len(pairs)} pairs: no head is worse than one that it contains, or than itself at a "
-        "smaller width.\nKL of free h and W is neither training nor generalisation; differences of the size of the "
-        "spread over starts may be the optimiser's."
+        "smaller width.\nKL of free h and W is neither training nor generalisation; differences of the size of those "
+        "between starts may be the optimiser's."
     )
     say(f"Done in {in_words(time.perf_counter() - began)}. Written:\n  {config.records}")
     return results
 
 
 def table(results: Sequence[CapacityResult], against: str) -> str:
-    """KL of every head, a column for each width, or for each number of free numbers a context has (``numbers``)."""
+    """KL of every head's own fit, a column for each width, or for each number of free numbers a context has."""
     by_width = against == "width"
 
     def place(result: CapacityResult) -> int:
@@ -150,14 +150,17 @@ def table(results: Sequence[CapacityResult], against: str) -> str:
     columns = sorted({place(result) for result in results})
     heads = list(dict.fromkeys(result.head for result in results))
     kls = {(result.head, place(result)): result for result in results}
-    title = "KL (nats) by width d" if by_width else "KL (nats) by free numbers per context: K d + K - 1"
+    title = (
+        "KL (nats) of the best fit, by width d" if by_width else "the same, by free numbers per context: K d + K - 1"
+    )
     rows = [["head", *map(str, columns)]]
     for head in heads:
         found = [kls.get((head, column)) for column in columns]
-        rows.append([_shown(head), *("" if result is None else f"{result.kl:.4f}" for result in found)])
+        rows.append([_shown(head), *("" if result is None else f"{result.fitted_kl:.4f}" for result in found)])
     if by_width:
-        curve = {result.width: result.kl for result in results if result.head == "softmax"}
-        rows += [[], *_worth(heads, columns, kls, curve), [], *_spreads(heads, columns, kls)]
+        curve = {result.width: result.fitted_kl for result in results if result.head == "softmax"}
+        rows += [[], *_worth(heads, columns, kls, curve), [], *_worst_starts(heads, columns, kls)]
+        rows += _limits(heads, columns, kls)
     sizes = [max((len(row[i]) for row in rows if len(row) > i), default=0) for i in range(len(columns) + 1)]
     lines = [
         "  ".join(
@@ -182,19 +185,37 @@ def _worth(heads: Sequence[str], columns: Sequence[int], kls: _Found, curve: dic
         cells = []
         for column in columns:
             result = kls.get((head, column))
-            width = math.nan if result is None else softmax_width_of_equal_kl(result.kl, curve)
+            width = math.nan if result is None else softmax_width_of_equal_kl(result.fitted_kl, curve)
             outside = f"> {max(curve)}" if math.isinf(width) else f"< {min(curve)}"
             cells.append("" if math.isnan(width) else f"{width:.1f}" if 0.0 < width < math.inf else outside)
         rows.append([_shown(head), *cells])
     return rows
 
 
-def _spreads(heads: Sequence[str], columns: Sequence[int], kls: _Found) -> list[list[str]]:
-    rows = [["spread over starts"]]
+def _worst_starts(heads: Sequence[str], columns: Sequence[int], kls: _Found) -> list[list[str]]:
+    rows = [["KL from the worst start"]]
     for head in heads:
         found = [kls.get((head, column)) for column in columns]
-        rows.append([_shown(head), *("" if result is None else f"{result.spread:.4f}" for result in found)])
+        rows.append([_shown(head), *("" if result is None else f"{result.worst_fitted_kl:.4f}" for result in found)])
     return rows
+
+
+def _limits(heads: Sequence[str], columns: Sequence[int], kls: _Found) -> list[list[str]]:
+    """KLs of contained heads that no fit has reached; no rows if there are none."""
+    rows = []
+    for head in heads:
+        found = [kls.get((head, column)) for column in columns]
+        cells = [_limit_text(result) for result in found]
+        if any(cells):
+            rows.append([_shown(head), *cells])
+    return [[], ["at most, by containment"], *rows] if rows else []
+
+
+def _limit_text(result: CapacityResult | None) -> str:
+    if result is None or result.limit_kl is None:
+        return ""
+    text = f"{result.limit_kl:.4f}"
+    return "" if text == f"{result.fitted_kl:.4f}" else text
 
 
 def _shown(head: str) -> str:

@@ -108,8 +108,8 @@ def run(config: DemoConfig, say: Say, progress: Say = lambda _: None) -> list[Ca
 
 def table(results: Sequence[CapacityResult], width: int) -> str:
     """The heads at one width, in plain text."""
-    header = ("head", "numbers per", "output", "rank", "rank", "KL", "spread over", "excess", "softmax of", "time")
-    second = ("", "context", "parameters", "bound", "measured", "(nats)", "starts", "perplexity", "equal KL", "(s)")
+    header = ("head", "numbers per", "output", "rank", "rank", "KL of", "worst", "excess", "softmax of", "time")
+    second = ("", "context", "parameters", "bound", "measured", "the fit", "start", "perplexity", "equal KL", "(s)")
     curve = softmax_curve(results)
     rows = [header, second, *(_row(result, curve) for result in at_width(results, width))]
     sizes = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -118,10 +118,11 @@ def table(results: Sequence[CapacityResult], width: int) -> str:
         for cells in (list(zip(row, sizes, strict=True)) for row in rows)
     ]
     rule = "-" * len(lines[0])
-    threshold = (
-        "Rank measured: singular values of log Q above 0.5 sqrt(M + N + 1) sigma_max eps32, of the best own fit."
+    notes = (
+        "KL, in nats, is that of the best fit of the head itself; the worst start shows the optimiser's share.",
+        "Rank measured: singular values of log Q of that fit above 0.5 sqrt(M + N + 1) sigma_max eps32.",
     )
-    return "\n".join([f"Width d = {width}", rule, *lines[:2], rule, *lines[2:], rule, threshold])
+    return "\n".join([f"Width d = {width}", rule, *lines[:2], rule, *lines[2:], rule, *notes])
 
 
 def _row(result: CapacityResult, curve: dict[int, float]) -> tuple[str, ...]:
@@ -131,10 +132,10 @@ def _row(result: CapacityResult, curve: dict[int, float]) -> tuple[str, ...]:
         f"{result.output_parameters:,}",
         str(result.rank_bound),
         str(result.rank),
-        f"{result.kl:.4f}",
-        f"{result.spread:.4f}",
+        f"{result.fitted_kl:.4f}",
+        f"{result.worst_fitted_kl:.4f}",
         f"x {result.excess_perplexity:.3f}",
-        _width_text(softmax_width_of_equal_kl(result.kl, curve, floor=FLOOR), curve),
+        _width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve),
         f"{result.seconds:.1f}",
     )
 
@@ -152,11 +153,11 @@ def _width_text(width: float, curve: dict[int, float]) -> str:
 def at_width(results: Sequence[CapacityResult], width: int) -> list[CapacityResult]:
     """The results at one width, worst first, softmax before its equals."""
     chosen = [result for result in results if result.width == width]
-    return sorted(chosen, key=lambda result: -round(result.kl, 4))
+    return sorted(chosen, key=lambda result: -round(result.fitted_kl, 4))
 
 
 def softmax_curve(results: Sequence[CapacityResult]) -> dict[int, float]:
-    return {result.width: result.kl for result in results if result.head == "softmax"}
+    return {result.width: result.fitted_kl for result in results if result.head == "softmax"}
 
 
 # --- the words ------------------------------------------------------------------------------------------------------
@@ -187,22 +188,27 @@ def _necessary(curve: dict[int, float], log_rank: int) -> str:
 
 
 def _sigsoftmax(softmax: CapacityResult, sigsoftmax: CapacityResult) -> str:
-    gain = 1.0 - sigsoftmax.kl / softmax.kl
+    gain = 1.0 - sigsoftmax.fitted_kl / softmax.fitted_kl
     ranks = f"numerical rank {sigsoftmax.rank} where softmax has {softmax.rank}"
+    limit = (
+        ""
+        if sigsoftmax.limit_kl is None
+        else f"\n  In the limit it reaches at most {sigsoftmax.limit_kl:.4f}, since it contains softmax there; the "
+        "fits did not go so far."
+    )
     if abs(gain) < EQUAL:
-        own = sigsoftmax.fitted_kl
         return (
-            f"- sigsoftmax has {ranks}, and the same KL within {max(abs(gain), abs(own / softmax.kl - 1.0)):.2%} "
-            f"({own:.4f} against {softmax.kl:.4f}): the rank came without nats."
+            f"- sigsoftmax has {ranks}, and the same KL within {abs(gain):.2%} "
+            f"({sigsoftmax.fitted_kl:.4f} against {softmax.fitted_kl:.4f}): the higher rank did not lower it.{limit}"
         )
-    return f"- sigsoftmax has {ranks}, and {_change(gain)} KL."
+    return f"- sigsoftmax has {ranks}, and {_change(gain)} KL.{limit}"
 
 
 def _others(softmax: CapacityResult, others: Sequence[CapacityResult], curve: dict[int, float]) -> str:
     parts = []
-    for result in sorted(others, key=lambda r: -r.kl):
-        gain = 1.0 - result.kl / softmax.kl
-        worth = _width_text(softmax_width_of_equal_kl(result.kl, curve, floor=FLOOR), curve)
+    for result in sorted(others, key=lambda r: -r.fitted_kl):
+        gain = 1.0 - result.fitted_kl / softmax.fitted_kl
+        worth = _width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve)
         parts.append(f"\n    {_name(result)}: {_change(gain)}, worth softmax of {worth}")
     caution = (
         "\n  A head that contains another goes on from its solution, and so is fitted longer: gaps of a few percent,"
@@ -220,10 +226,10 @@ def _sufficient(here: Sequence[CapacityResult]) -> str:
     high = [result for result in here if result.rank >= 0.9 * full]
     if len(high) < 2:
         return "- Too few heads reach full rank to compare them."
-    low_kl, high_kl = min(result.kl for result in high), max(result.kl for result in high)
+    low_kl, high_kl = min(result.fitted_kl for result in high), max(result.fitted_kl for result in high)
     sentence = (
         f"- Among the {len(high)} heads of full or almost full measured rank KL runs from {low_kl:.4f} to {high_kl:.4f}"
     )
     if high_kl > (1.0 + 10.0 * EQUAL) * low_kl:
-        return sentence + ":\n  rank is necessary, not sufficient. Rank is not nats."
+        return sentence + ":\n  rank is necessary, not sufficient: a higher rank does not by itself lower the loss."
     return sentence + "."

@@ -157,11 +157,17 @@ def _kl_curves(axes: Axes, results: Sequence[CapacityResult], width: int) -> Non
     # Between few widths a straight line lies below a bent curve, so all are drawn through the same widths.
     shared = set.intersection(*({r.width for r in results if r.head == head} for head in heads))
     shown = [result for result in results if result.width in shared]
-    highest = max(result.kl for result in shown)
+    highest = max(result.worst_fitted_kl for result in shown)
     for head in heads:
-        curve = sorted((result.width, result.kl) for result in shown if result.head == head)
-        x, y = [d for d, _ in curve], [max(kl, KL_SHOWN / 30.0) for _, kl in curve]
-        _plot(axes, x, y, _look(head), marker="o", markersize=4.0)
+        curve = sorted((result for result in shown if result.head == head), key=lambda result: result.width)
+        x = [result.width for result in curve]
+        best, worst = (
+            [max(kl, KL_SHOWN / 30.0) for kl in kls]
+            for kls in ([r.fitted_kl for r in curve], [r.worst_fitted_kl for r in curve])
+        )
+        look = _look(head)
+        axes.fill_between(x, best, worst, color=look.color, alpha=0.15, linewidth=0, zorder=look.level)
+        _plot(axes, x, best, look, marker="o", markersize=4.0)
     axes.axvline(width, color="#444444", linewidth=0.9, linestyle=(0, (1, 2)))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -171,8 +177,8 @@ def _kl_curves(axes: Axes, results: Sequence[CapacityResult], width: int) -> Non
     axes.set_xticks(ticks, ["" if tick in crowded else str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("width d")
-    axes.set_ylabel("least KL to the truth (nats)")
-    axes.set_title("Loss: sigsoftmax lies on softmax" if _coincide(results) else "Loss: the least KL at each width")
+    axes.set_ylabel("KL of the fit to the truth (nats)")
+    axes.set_title("Loss: sigsoftmax lies on softmax" if _coincide(results) else "Loss: best fit, shaded to the worst")
     handles = [
         axes.plot([], [], color=look.color, linestyle=look.line, linewidth=look.size, label=look.label)[0]
         for look in map(_look, heads)
@@ -181,7 +187,9 @@ def _kl_curves(axes: Axes, results: Sequence[CapacityResult], width: int) -> Non
 
 
 def _coincide(results: Sequence[CapacityResult], *, within: float = 0.01) -> bool:
-    """Whether the KLs of sigsoftmax and softmax differ by less than a hundredth at every common width shown."""
-    softmax, sigsoftmax = ({r.width: r.kl for r in results if r.head == head} for head in ("softmax", "sigsoftmax"))
+    """Whether the fits of sigsoftmax and softmax differ by less than a hundredth of KL at every common width shown."""
+    softmax, sigsoftmax = (
+        {r.width: r.fitted_kl for r in results if r.head == head} for head in ("softmax", "sigsoftmax")
+    )
     shown = [width for width in sigsoftmax.keys() & softmax.keys() if softmax[width] > KL_SHOWN]
     return bool(shown) and all(abs(sigsoftmax[width] / softmax[width] - 1.0) < within for width in shown)

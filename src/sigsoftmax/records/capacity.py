@@ -67,6 +67,19 @@ class CapacityResult:
         return max(ends) - min(ends) if ends else 0.0
 
     @property
+    def worst_fitted_kl(self) -> float:
+        """The KL at which the worst of the fits from different starts ended."""
+        return max((start.kl for start in self.starts if start.iterations), default=self.fitted_kl)
+
+    @property
+    def limit_kl(self) -> float | None:
+        """The KL of a contained head where it is below that of every fit of this head; else None.
+
+        This head comes as near to it as one likes, or reaches it, but no fit from any start has found it.
+        """
+        return self.kl if self.kl < self.fitted_kl else None
+
+    @property
     def excess_perplexity(self) -> float:
-        """e^KL: the factor by which perplexity exceeds that of the truth."""
-        return math.exp(self.kl)
+        """e^KL of the fit: the factor by which perplexity exceeds that of the truth."""
+        return math.exp(self.fitted_kl)

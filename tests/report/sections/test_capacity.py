@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from tests.report import synthetic_runs
 from tests.report.sections.making import drawn, section_of
 
@@ -15,21 +16,39 @@ def test_capacity_at_equal_width_and_at_equal_numbers(tmp_path):
     mos = next(t for t in width.traces if t.keys == ("head:mos(K=4)",)).data
     assert mos["x"] == [2, 4, 8, 16, 32, 64]
     assert next(t for t in numbers.traces if t.keys == ("head:mos(K=4)",)).data["x"] == [11, 19, 35, 67, 131, 259]
-    assert "the rank came without nats" in made.findings[0]
+    assert "the higher rank did not lower it" in made.findings[0]
     (choice,) = ranks.choices
     assert choice.selected == "width:8"
     assert len(drawn(ranks, choice.selected)) == 7
 
 
-def test_rank_is_not_nats_only_if_the_data_show_it(tmp_path):
+def test_curves_are_fits_and_limits_stand_apart(tmp_path):
+    """A minimum that is carried over from softmax would put sigsoftmax at or below it by construction."""
+    results = [r for r in synthetic_runs.capacities() if r.width == 8 and r.head in ("softmax", "sigsoftmax")]
+    softmax = next(r for r in results if r.head == "softmax")
+    results = [
+        dataclasses.replace(r, kl=softmax.fitted_kl, fitted_kl=1.1 * softmax.fitted_kl) if r.head == "sigsoftmax" else r
+        for r in results
+    ]
+    made = section_of(capacity, results, tmp_path)
+    trace = next(t for t in made.figures[0].traces if t.keys == ("head:sigsoftmax",)).data
+    assert trace["y"] == pytest.approx([1.1 * softmax.fitted_kl], rel=1e-6)
+    assert "in the limit at most" in trace["text"][0]
+    assert "10.0% more" in made.findings[0]
+
+
+def test_a_higher_rank_is_set_apart_from_a_loss_only_if_the_data_show_it(tmp_path):
     def capacities(kl_of_moss: float) -> list[CapacityResult]:
         results = [
             r for r in synthetic_runs.capacities() if r.width == 8 and r.head in ("mos(K=4)", "moss(K=4)", "softmax")
         ]
         return [
-            dataclasses.replace(r, rank=200, kl=kl_of_moss if r.head == "moss(K=4)" else 0.1) if "K" in r.head else r
+            dataclasses.replace(r, rank=200, fitted_kl=kl_of_moss if r.head == "moss(K=4)" else 0.1)
+            if "K" in r.head
+            else r
             for r in results
         ]
 
-    assert any("Rank is not nats" in text for text in section_of(capacity, capacities(0.3), tmp_path).findings)
-    assert not any("Rank is not nats" in text for text in section_of(capacity, capacities(0.101), tmp_path).findings)
+    said = "A higher rank does not by itself lower the loss"
+    assert any(said in text for text in section_of(capacity, capacities(0.3), tmp_path).findings)
+    assert not any(said in text for text in section_of(capacity, capacities(0.101), tmp_path).findings)

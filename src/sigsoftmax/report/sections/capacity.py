@@ -1,4 +1,4 @@
-"""Capacity: the least KL that each head can reach at a width, and the rank it has there."""
+"""Capacity: the KL that fits of each head reach at a width, and the rank they have there."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def section(material: Material, looks: Looks) -> Section | Absent:
         id="capacity",
         title="Capacity: what a head can express",
         short="Capacity",
-        lead="The least KL divergence to a language of known truth that each head can reach, with a free hidden vector "
-        "for every context and free output weights. This is neither training nor generalisation: it says where a "
-        "better perplexity can and cannot come from.",
+        lead="The KL divergence to a language of known truth that the best fit of each head reaches, with a free "
+        "hidden vector for every context and free output weights. This is neither training nor generalisation: it says "
+        "where a better perplexity can and cannot come from.",
         findings=findings,
         blocks=blocks,
         key_findings=2,
@@ -97,12 +97,12 @@ def _kl_figure(
         traces.append(
             line(
                 [r.width if by_width else r.numbers_per_context for r in curve],
-                [r.kl for r in curve],
+                [r.fitted_kl for r in curve],
                 looks[head],
                 keys=(f"head:{head}",),
                 markers=True,
                 hover=("width" if by_width else "numbers per context") + " %{x}<br>KL %{y:.4g} nats<br>%{text}",
-                text=[f"rank {r.rank} of at most {r.rank_bound}" for r in curve],
+                text=[_fit_text(r) for r in curve],
             )
         )
     ticks = {r.width if by_width else r.numbers_per_context for r in results}
@@ -111,12 +111,18 @@ def _kl_figure(
         title="KL against the width" if by_width else "KL against the free numbers per context",
         summary=_kl_summary(results, language) if by_width else _numbers_summary(results, language),
         x=count_axis("width d" if by_width else "free numbers per context", ticks),
-        y=Axis(title="least KL to the truth (nats)", log=True, settings={"tickformat": "~g"}),
+        y=Axis(title="KL of the fit to the truth (nats)", log=True, settings={"tickformat": "~g"}),
         traces=traces,
         legend=_legend(results, looks),
         table=_table(results, looks, language),
         environments=environments,
     )
+
+
+def _fit_text(result: CapacityResult) -> str:
+    starts = f"worst start {number_text(result.worst_fitted_kl)}"
+    limit = "" if result.limit_kl is None else f"; in the limit at most {number_text(result.limit_kl)}"
+    return f"{starts}{limit}<br>rank {result.rank} of at most {result.rank_bound}"
 
 
 def _kl_summary(results: Sequence[CapacityResult], language: str) -> str:
@@ -125,8 +131,8 @@ def _kl_summary(results: Sequence[CapacityResult], language: str) -> str:
     if not shared:
         return f"{language}. {len(heads)} heads; no width is common to all of them."
     width = shared[(len(shared) - 1) // 2]
-    here = sorted((r for r in results if r.width == width), key=lambda r: -r.kl)
-    order = ", ".join(f"{head_label(r.head)} {number_text(r.kl, 3)}" for r in here)
+    here = sorted((r for r in results if r.width == width), key=lambda r: -r.fitted_kl)
+    order = ", ".join(f"{head_label(r.head)} {number_text(r.fitted_kl, 3)}" for r in here)
     return f"{language}. At width {width}, from most to least KL in nats: {order}."
 
 
@@ -136,13 +142,13 @@ def _numbers_summary(results: Sequence[CapacityResult], language: str) -> str:
     mixtures = [r for r in results if r.numbers_per_context != r.width]
     if not single or not mixtures:
         return f"{language}. The same fits, against the numbers that each context may choose freely."
-    curve = {r.width: r.kl for r in single}
+    curve = {r.width: r.fitted_kl for r in single}
     compared = [(r, _interpolated(curve, r.numbers_per_context)) for r in mixtures]
-    known = [(r, kl) for r, kl in compared if kl is not None and max(kl, r.kl) > REACHED]
+    known = [(r, kl) for r, kl in compared if kl is not None and max(kl, r.fitted_kl) > REACHED]
     if not known:
         return f"{language}. A mixture of K components chooses K vectors for each context."
-    better = sum(r.kl < kl * (1.0 - EQUAL) for r, kl in known)
-    worse = sum(r.kl > kl * (1.0 + EQUAL) for r, kl in known)
+    better = sum(r.fitted_kl < kl * (1.0 - EQUAL) for r, kl in known)
+    worse = sum(r.fitted_kl > kl * (1.0 + EQUAL) for r, kl in known)
     return (
         f"{language}. A mixture of K components chooses K vectors for each context. At equal numbers per context a "
         f"mixture has less KL than softmax in {better} of {len(known)} fits and more in {worse}, with an output matrix "
@@ -184,7 +190,8 @@ def _rank_figure(
                 [values[i] / values[0] if values[i] / values[0] > floor else None for i in places],
                 looks[result.head],
                 keys=keys,
-                hover=f"singular value %{{x}}: %{{y:.2e}} of the largest<br>rank {result.rank}, KL {result.kl:.4g}",
+                hover="singular value %{x}: %{y:.2e} of the largest<br>"
+                f"rank {result.rank}, KL {result.fitted_kl:.4g}",
             )
         )
     longest = max((len(r.singular_values) for r in results), default=1)
@@ -211,9 +218,9 @@ def _rank_figure(
 
 
 def _table(results: Sequence[CapacityResult], looks: Looks, language: str) -> Table:
-    titles = ("Width", "Numbers per context", "Output parameters", "Rank bound", "Rank", "KL (nats)")
+    titles = ("Width", "Numbers per context", "Output parameters", "Rank bound", "Rank", "KL of the fit (nats)")
     rows = []
-    for r in sorted(results, key=lambda r: (r.width, -r.kl)):
+    for r in sorted(results, key=lambda r: (r.width, -r.fitted_kl)):
         mark = swatch(looks[r.head])
         rows.append(
             Row(
@@ -224,14 +231,14 @@ def _table(results: Sequence[CapacityResult], looks: Looks, language: str) -> Ta
                     count_text(r.output_parameters),
                     count_text(r.rank_bound),
                     count_text(r.rank),
-                    number_text(r.kl),
                     number_text(r.fitted_kl),
-                    number_text(r.spread, 2),
+                    number_text(r.worst_fitted_kl),
+                    "" if r.limit_kl is None else number_text(r.limit_kl),
                     seconds_text(r.seconds),
                 )
             )
         )
-    columns = [Column("Head", "label"), *(Column(t) for t in (*titles, "KL of own fit", "Spread over starts", "Time"))]
+    columns = [Column("Head", "label"), *(Column(t) for t in (*titles, "Worst start", "At most, in the limit", "Time"))]
     return Table(caption=f"Capacity: {language}", columns=columns, rows=rows)
 
 
@@ -242,7 +249,7 @@ def _findings(results: Sequence[CapacityResult]) -> list[str]:
     heads = _by_head(results)
     if "softmax" not in heads:
         return []
-    lines = [_sigsoftmax(heads), _rank_is_not_nats(results), _others(heads)]
+    lines = [_sigsoftmax(heads), _rank_beside_loss(results), _others(heads)]
     return [text for text in lines if text]
 
 
@@ -252,14 +259,14 @@ def _common(
     """Pairs at common widths that have not both reached the truth."""
     other = {r.width: r for r in second}
     pairs = [(r, other[r.width]) for r in first if r.width in other]
-    return [(a, b) for a, b in pairs if max(a.kl, b.kl) > REACHED]
+    return [(a, b) for a, b in pairs if max(a.fitted_kl, b.fitted_kl) > REACHED]
 
 
 def _sigsoftmax(heads: dict[str, list[CapacityResult]]) -> str | None:
     pairs = _common(heads["softmax"], heads.get("sigsoftmax", []))
     if not pairs:
         return None
-    differences = [b.kl / a.kl - 1.0 for a, b in pairs if a.kl > 0.0]
+    differences = [b.fitted_kl / a.fitted_kl - 1.0 for a, b in pairs if a.fitted_kl > 0.0]
     gains = [b.rank / a.rank for a, b in pairs if a.rank]
     if not differences or not gains:
         return None
@@ -269,7 +276,7 @@ def _sigsoftmax(heads: dict[str, list[CapacityResult]]) -> str | None:
     if largest < EQUAL:
         return (
             f"sigsoftmax reaches the same KL as softmax within {largest:.2%} at {widths}, although {ranks}: "
-            "the rank came without nats."
+            "the higher rank did not lower it."
         )
     return (
         f"sigsoftmax has between {_change(min(differences))} and {_change(max(differences))} KL than softmax at "
@@ -277,22 +284,25 @@ def _sigsoftmax(heads: dict[str, list[CapacityResult]]) -> str | None:
     )
 
 
-def _rank_is_not_nats(results: Sequence[CapacityResult]) -> str | None:
+def _rank_beside_loss(results: Sequence[CapacityResult]) -> str | None:
     """Said only if heads of nearly full rank at one width differ in KL."""
     widest: tuple[float, list[CapacityResult]] | None = None
     for width in {r.width for r in results}:
-        high = [r for r in results if r.width == width and r.rank >= 0.9 * min(r.words, r.contexts) and r.kl > REACHED]
+        here = [r for r in results if r.width == width and r.fitted_kl > REACHED]
+        high = [r for r in here if r.rank >= 0.9 * min(r.words, r.contexts)]
         if len(high) > 1:
-            ratio = max(r.kl for r in high) / min(r.kl for r in high)
+            ratio = max(r.fitted_kl for r in high) / min(r.fitted_kl for r in high)
             if widest is None or ratio > widest[0]:
                 widest = (ratio, high)
     if widest is None or widest[0] < 1.0 + 10.0 * EQUAL:
         return None
     high = widest[1]
-    low, most = min(high, key=lambda r: r.kl), max(high, key=lambda r: r.kl)
+    low, most = min(high, key=lambda r: r.fitted_kl), max(high, key=lambda r: r.fitted_kl)
     return (
-        f"Rank is not nats: {len(high)} heads have full or almost full rank at width {low.width}, with KL from "
-        f"{number_text(low.kl, 3)} ({head_label(low.head)}) to {number_text(most.kl, 3)} ({head_label(most.head)})."
+        "A higher rank does not by itself lower the loss: "
+        f"{len(high)} heads have full or almost full rank at width {low.width}, with KL from "
+        f"{number_text(low.fitted_kl, 3)} ({head_label(low.head)}) to {number_text(most.fitted_kl, 3)} "
+        f"({head_label(most.head)})."
     )
 
 
@@ -302,7 +312,7 @@ def _others(heads: dict[str, list[CapacityResult]]) -> str | None:
         pairs = _common(heads["softmax"], curve)
         if head in ("softmax", "sigsoftmax") or not pairs:
             continue
-        changes = sorted(b.kl / a.kl - 1.0 for a, b in pairs if a.kl > 0.0)
+        changes = sorted(b.fitted_kl / a.fitted_kl - 1.0 for a, b in pairs if a.fitted_kl > 0.0)
         if changes:
             parts.append(f"{head_label(head)} {_change(changes[len(changes) // 2])}")
     if not parts:
