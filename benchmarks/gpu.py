@@ -31,14 +31,21 @@ from measuring import RECORDS, Measurement, environment, table
 from sigsoftmax import records
 
 Job = Callable[[], list[Measurement]]
-FAST, LARGE, EXACT = (f"ours sigsoftmax, {way}" for way in ("fast", "fast, 1 GiB", "exact"))
+FAST, LARGE, EXACT, DEFAULT = (f"ours sigsoftmax, {way}" for way in ("fast", "fast, 1 GiB", "exact", "default"))
 EXACT_TARGET = "<= 1.3x, <= 450 MiB, <= 1.05x torch's error"
+# Written after the run of 2026-11-16, whose default took 1.12 and 1.18 times as long, in 629 and 644 MiB.
+DEFAULT_TARGET = "<= 1.2x, <= 650 MiB, <= 1.05x torch's error"
 LINEAR_TARGETS = {
-    128_256: {FAST: "<= 1.05x, <= 600 MiB, <= 1.6x torch's error, aim 1.02x", EXACT: EXACT_TARGET},
+    128_256: {
+        FAST: "<= 1.05x, <= 600 MiB, <= 1.6x torch's error, aim 1.02x",
+        EXACT: EXACT_TARGET,
+        DEFAULT: DEFAULT_TARGET,
+    },
     256_000: {
         FAST: "<= 1.05x, <= 600 MiB, <= 2x torch's error",
         LARGE: "<= 1.05x, <= 1050 MiB, <= 1.6x torch's error",
         EXACT: EXACT_TARGET,
+        DEFAULT: DEFAULT_TARGET,
     },
 }
 
@@ -85,17 +92,22 @@ def jobs(machine: Machine, peers: Peers, rounds: int) -> dict[str, Job]:
         "logits device alone": partial(gpu_logits.device_alone, machine, *logits, rounds),
         "logits beside softmax": partial(gpu_logits.beside_softmax, machine, *logits, 2 * rounds),
         "logits peaked": partial(gpu_logits.whole_steps, machine, peers, *logits, peaked=True, rounds=rounds // 2),
-        "classifier": partial(gpu_logits.classifier, machine, 1024, 1000, rounds),
+        "classifier": partial(gpu_logits.classifier, machine, 1024, 1000, rounds, label_smoothing=0.0),
+        "classifier smoothing": partial(gpu_logits.classifier, machine, 1024, 1000, rounds, label_smoothing=0.1),
     }
     for shape in (big, wide):
         targets = LINEAR_TARGETS[shape[-1]]
         linear = partial(gpu_linear.bfloat16_weights, machine, peers, shape)
         found[f"linear {shape[-1]}"] = partial(linear, targets, peaked=False, rounds=rounds)
         found[f"linear {shape[-1]} peaked"] = partial(linear, {}, peaked=True, rounds=rounds // 3)
-    # A number of classes that is no multiple of anything: that of GPT-2.
-    found["linear 50257"] = partial(
-        gpu_linear.bfloat16_weights, machine, peers, (8192, 768, 50_257), {}, peaked=False, rounds=rounds
-    )
+        found[f"memory {shape[-1]}"] = partial(
+            gpu_linear.time_against_memory, machine, peers, shape, max(6, rounds // 2)
+        )
+    # The vocabulary of GPT-2, and the same padded as it usually is: products of torch are slow at an odd number.
+    for classes in (50_257, 50_304):
+        found[f"linear {classes}"] = partial(
+            gpu_linear.bfloat16_weights, machine, peers, (8192, 768, classes), {}, peaked=False, rounds=rounds
+        )
     found["autocast 128256"] = partial(gpu_linear.float32_weights, machine, big, 1.05, rounds)
     found["autocast 256000"] = partial(gpu_linear.float32_weights, machine, wide, 1.1, rounds)
     found["small"] = partial(gpu_linear.small, machine, peers, few, rounds)
@@ -158,7 +170,9 @@ def smoke_jobs(machine: Machine, peers: Peers) -> dict[str, Job]:
         "logits device alone": partial(gpu_logits.device_alone, machine, 8, 130, 2),
         "logits beside softmax": partial(gpu_logits.beside_softmax, machine, 8, 130, 2),
         "logits peaked": partial(gpu_logits.whole_steps, machine, peers, 8, 130, peaked=True, rounds=2),
-        "classifier": partial(gpu_logits.classifier, machine, 8, 130, 2),
+        "classifier": partial(gpu_logits.classifier, machine, 8, 130, 2, label_smoothing=0.0),
+        "classifier smoothing": partial(gpu_logits.classifier, machine, 8, 130, 2, label_smoothing=0.1),
+        "memory": partial(gpu_linear.time_against_memory, machine, peers, shape, 2, chunks_mib=(0.001, 0.002)),
         "linear": partial(
             gpu_linear.bfloat16_weights, machine, peers, shape, LINEAR_TARGETS[256_000], peaked=False, rounds=2
         ),

@@ -5,7 +5,7 @@ Shapes: N tokens, V classes, d features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from gpu_losses import (
@@ -42,6 +42,7 @@ def ours() -> dict[str, Implementation]:
         "ours sigsoftmax, float32 buffer": ours_linear("sigsoftmax", "buffered", SLABS_MIB["buffered"]),
         "ours sigsoftmax, default": ours_linear("sigsoftmax"),
         "ours softmax, fast": ours_linear("softmax", "fast", SLABS_MIB["fast"]),
+        "ours softmax, default": ours_linear("softmax"),
     }
 
 
@@ -73,6 +74,39 @@ def three_products(hidden: Tensor, weight: Tensor, slab_mib: float = 1024, passe
         return by_weight
 
     return Products(run, [])
+
+
+CHUNKS_MIB = (64, 128, 256, 512, 1024)
+"""``chunk_bytes`` of the case that sets time against memory"""
+MODES = ("fast", "exact", "buffered")
+"""ways to sum the gradient of a bf16 weight (``weight_gradient``)"""
+
+
+def time_against_memory(
+    machine: Machine, peers: Peers, shape: Shape, rounds: int, *, chunks_mib: Sequence[float] = CHUNKS_MIB
+) -> list[Measurement]:
+    """softmax in each mode with chunks of several sizes, beside the peers: what less memory costs in time."""
+    problem = linear_problem(machine.device, *shape)
+    losses = linear_losses(machine, peers) | {"ours softmax, default": ours_linear("softmax")}
+    losses |= {
+        f"ours softmax, {mode}, chunks of {mib:g} MiB": ours_linear("softmax", mode, mib)
+        for mode in MODES
+        for mib in chunks_mib
+    }
+    losses = {
+        name: loss
+        for name, loss in losses.items()
+        if loss.function == "softmax" and works(machine, name, lambda loss=loss: problem.gradients(loss.loss))
+    }
+    machine.empty_cache()
+    case = Case(
+        suite=SUITE,
+        name=f"time against memory, linear cross-entropy, bf16, {shape_text(shape)}",
+        baseline="torch.compile softmax",
+        implementations={name: step_of(loss.loss, problem) for name, loss in losses.items()},
+        targets={},
+    )
+    return machine.measured(case, rounds)
 
 
 def of_deviations(make: Callable[..., Problem]) -> dict[str, Callable[[], Problem]]:

@@ -146,21 +146,25 @@ def beside_softmax(machine: Machine, tokens: int, classes: int, rounds: int) -> 
     return machine.measured(case, rounds, has_host_times=True)
 
 
-def classifier(machine: Machine, tokens: int, classes: int, rounds: int) -> list[Measurement]:
-    """Few logits, and label smoothing as image classifiers are trained with it: the host's time."""
+def classifier(
+    machine: Machine, tokens: int, classes: int, rounds: int, *, label_smoothing: float
+) -> list[Measurement]:
+    """Few logits, where the host's time counts; each baseline has the options of what is compared with it."""
     problem = logits_problem(machine.device, tokens, classes)
-    baseline = "torch softmax with label smoothing"
     steps = {
-        "torch softmax": step_of(lambda p: F.cross_entropy(p.hidden, p.target), problem),
-        baseline: step_of(lambda p: F.cross_entropy(p.hidden, p.target, label_smoothing=0.1), problem),
+        "torch softmax": step_of(
+            lambda p: F.cross_entropy(p.hidden, p.target, label_smoothing=label_smoothing), problem
+        ),
+        **{
+            f"ours {function}": step_of(ours_logits(function, label_smoothing=label_smoothing), problem)
+            for function in ("softmax", "sigsoftmax")
+        },
     }
-    for function in ("softmax", "sigsoftmax"):
-        steps[f"ours {function}"] = step_of(ours_logits(function), problem)
-        steps[f"ours {function} with label smoothing"] = step_of(ours_logits(function, label_smoothing=0.1), problem)
     case = Case(
         suite=SUITE,
-        name=f"a classifier's bf16 logits, {shape_text(tokens, classes)}",
-        baseline=baseline,
+        name=f"a classifier's bf16 logits, {f'label smoothing {label_smoothing:g}, ' if label_smoothing else ''}"
+        f"{shape_text(tokens, classes)}",
+        baseline="torch softmax",
         implementations=steps,
         targets={},
     )

@@ -22,7 +22,7 @@ from bars import Bar, Kind, Panel, draw, drawn_from
 from measuring import RECORDS, Measurement, mib_text, milliseconds_text, number_text
 
 from sigsoftmax import records
-from sigsoftmax.records import Environment, targets
+from sigsoftmax.records import Environment, Record, targets
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 PART = re.compile(r"(?P<begin><!-- generated: (?P<suite>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.S)
@@ -64,16 +64,28 @@ class CaseResult:
 
 def read_suites(folder: Path, known: Iterable[str], page: Path) -> dict[str, list[CaseResult]]:
     """The cases of each suite in the order of the files; ValueError names the file and the line at fault."""
-    suites: dict[str, dict[str, list[tuple[Measurement, Environment]]]] = {suite: {} for suite in known}
-    for path in sorted(folder.glob("*.jsonl")):
+    suites: dict[str, list[CaseResult]] = {suite: [] for suite in known}
+
+    def has_a_place(record: Record, m: Measurement) -> None:
+        if m.suite not in suites:
+            raise ValueError(
+                f"{record.source}: the suite {m.suite!r} has no place in {page.name}, which has: "
+                f"{', '.join(suites) or 'none'}; add the lines '<!-- generated: {m.suite} -->' and '<!-- end -->'"
+            )
+
+    for case in read_cases(*sorted(folder.glob("*.jsonl")), check=has_a_place):
+        suites[case.rows[0].suite].append(case)
+    return suites
+
+
+def read_cases(*paths: Path, check: Callable[[Record, Measurement], None] = lambda record, m: None) -> list[CaseResult]:
+    """The cases in the order of the files; each was measured in one run, and has what its targets name."""
+    cases: dict[tuple[str, str], list[tuple[Measurement, Environment]]] = {}
+    for path in paths:
         for record in records.read(path):
             m = record.payload_as(Measurement)
-            if m.suite not in suites:
-                raise ValueError(
-                    f"{record.source}: the suite {m.suite!r} has no place in {page.name}, which has: "
-                    f"{', '.join(suites) or 'none'}; add the lines '<!-- generated: {m.suite} -->' and '<!-- end -->'"
-                )
-            rows = suites[m.suite].setdefault(m.case, [])
+            check(record, m)
+            rows = cases.setdefault((m.suite, m.case), [])
             if m.implementation in (other.implementation for other, _ in rows):
                 raise ValueError(
                     f"{record.source}: {m.implementation!r} is there twice in the case {m.case!r}; a run that measured "
@@ -91,7 +103,7 @@ def read_suites(folder: Path, known: Iterable[str], page: Path) -> dict[str, lis
                     "not compare; measure the whole case anew"
                 )
             rows.append((m, where))
-    return {suite: [_case(name, rows) for name, rows in cases.items()] for suite, cases in suites.items()}
+    return [_case(name, rows) for (_, name), rows in cases.items()]
 
 
 def _case(name: str, rows: Sequence[tuple[Measurement, Environment]]) -> CaseResult:
@@ -125,6 +137,8 @@ def part_text(suite: str, cases: Sequence[CaseResult], images: str) -> str:
         if case.has_picture:
             blocks.append(picture_text(f"{case.name}: {quantity_text(case)}.", images, suite, case))
         blocks.append(table_text(case))
+        if note := equal_options_text(case):
+            blocks.append(note)
         if any(m.gradient_errors for m in case.rows):
             blocks.append(errors_text(case))
     return "\n\n".join(blocks) + "\n"
@@ -132,10 +146,11 @@ def part_text(suite: str, cases: Sequence[CaseResult], images: str) -> str:
 
 def place_text(suite: str, where: Environment) -> str:
     threads = f", {where.threads} thread{'s' if where.threads > 1 else ''}" if suite == "cpu" else ""
+    libraries = "".join(f", {library}" for library in where.libraries) or "; versions of other libraries not recorded"
     return (
         f"Measured on {where.time_utc}: {where.device}{threads}; {where.system}, Python {where.python_version}, "
-        f"torch {where.torch_version}, sigsoftmax {where.package_version}. The command:\n\n"
-        f"```sh\n{where.command}\n```"
+        f"torch {where.torch_version}{libraries}; sigsoftmax {where.package_version}, {where.revision_text}. "
+        f"The command:\n\n```sh\n{where.command}\n```"
     )
 
 
@@ -185,7 +200,30 @@ def _judged(case: CaseResult) -> Iterator[tuple[str, ...]]:
         ratio = "{:.2f} ({:.2f} to {:.2f})".format(m.ratio, *m.ratio_quartiles) if case.compares_times else ""
         error = "" if m.gradient_error is None else f"{m.gradient_error:.2f}"
         figures = (milliseconds_text(m.milliseconds), ratio, mib_text(m.peak_mib), error)
-        yield case.name, _escaped(m.implementation), *figures, _signs(m.target), verdicts[m.implementation]
+        yield case.name, escaped(m.implementation), *figures, _signs(m.target), verdicts[m.implementation]
+
+
+SMOOTHED = " with label smoothing"
+
+
+def equal_options_text(case: CaseResult) -> str:
+    """Ratios of equal options, where the baseline of a case has an option that some of its rows have not."""
+    baseline = case.rows[0].baseline
+    plain = case.by_name.get(baseline.removesuffix(SMOOTHED))
+    if not baseline.endswith(SMOOTHED) or plain is None:
+        return ""
+    own = [m for m in case.rows if is_ours(m) and not m.implementation.endswith(SMOOTHED)]
+    parts = [
+        f"{m.implementation} takes {m.milliseconds / plain.milliseconds:.2f}x as long as {plain.implementation} "
+        f"({milliseconds_text(m.milliseconds)} against {milliseconds_text(plain.milliseconds)} ms)"
+        for m in own
+    ]
+    return (
+        f"The baseline has label smoothing, which takes torch several more operations. At equal options, without it, "
+        f"{'; '.join(parts)}."
+        if parts
+        else ""
+    )
 
 
 def errors_text(case: CaseResult) -> str:
@@ -258,12 +296,12 @@ SHOWN_ELSEWHERE = ("gradient_errors", "size")
 """Errors have a table of their own, and sizes are part of the names."""
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
 def _named(m: Measurement, case: CaseResult) -> str:
-    name = _escaped(m.implementation)
+    name = escaped(m.implementation)
     if is_ours(m):
         name = f"**{name}**"
     return f"{name} (baseline)" if case.compares_times and m.implementation == m.baseline else name
@@ -281,7 +319,7 @@ def _reader_of(field: str) -> Callable[[Measurement], str]:
 
 
 def _signs(text: str) -> str:
-    return _escaped(text.replace("<=", "≤"))
+    return escaped(text.replace("<=", "≤"))
 
 
 def is_ours(m: Measurement) -> bool:

@@ -39,6 +39,20 @@ def commands(text: str) -> str:
     return "\n".join(re.findall(r"```sh\n(.*?)```", text, re.S) + re.findall(r"`([^`\n]+)`", text))
 
 
+def test_nothing_is_installed_from_an_index_before_there_is_a_release():
+    """An error that names a release which does not exist leaves its reader without a way on."""
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    if any(not heading.startswith("Unreleased") for heading in headings):
+        pytest.skip("there is a release")
+    for path in [
+        *ROOT.glob("src/**/*.py"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/*.py"),
+        ROOT / "README.md",
+    ]:
+        assert not re.search(r"pip install '?sigsoftmax\b", path.read_text(encoding="utf-8")), path
+
+
 def test_the_table_of_the_readme_is_the_family():
     rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", README, re.M)
     assert rows == [(member.name, member.formula) for member in family.table() if member.form.is_builtin]

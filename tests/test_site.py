@@ -16,7 +16,7 @@ from threading import Thread
 
 import pytest
 
-pytest.importorskip("material", reason="the site needs mkdocs-material: pip install 'sigsoftmax[docs]'")
+pytest.importorskip("material", reason="the site needs mkdocs-material: pip install '.[docs]'")
 pytest.importorskip("mkdocstrings")
 markdown = pytest.importorskip("markdown")
 

@@ -207,7 +207,7 @@ def test_a_model_that_was_stored_with_its_output_function(tmp_path):
 
 def test_without_transformers_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"needs transformers: pip install 'sigsoftmax\[hf\]'"):
+    with pytest.raises(ValueError, match=r"needs transformers: pip install '\.\[hf\]' in the folder of sigsoftmax"):
         open_model("somebody/something", memory=MEMORY)
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 from tests.records.test_audits import EMPTY, FULL, LAYER
 
+from sigsoftmax._version import install_extra
 from sigsoftmax.experiments.audit_words import meaning, report
 from sigsoftmax.records.audits import HeadAtWidth
 
@@ -84,7 +85,7 @@ def test_words_that_never_come_first():
     assert "Every word asked about can be ranked first" in said(argmax=none)
     assert "not all were settled" in said(argmax=dataclasses.replace(none, undecided=3))
     without_scipy = dataclasses.replace(FULL.argmax, has_solver=False)
-    assert "pip install 'sigsoftmax[audit]' brings SciPy" in report(dataclasses.replace(FULL, argmax=without_scipy))
+    assert f"{install_extra('audit')} brings SciPy" in report(dataclasses.replace(FULL, argmax=without_scipy))
 
 
 def test_without_a_target_the_cost_cannot_be_known():

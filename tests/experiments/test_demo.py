@@ -73,7 +73,7 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     said: list[str] = []
     run(TinyDemo(out=tmp_path), said.append)
-    assert "pip install 'sigsoftmax[plot]'" in "\n".join(said)
+    assert "pip install '.[plot]' in the folder of sigsoftmax" in "\n".join(said)
     assert (tmp_path / "bottleneck.jsonl").is_file()
 
 

@@ -69,7 +69,7 @@ def test_a_text_that_no_trial_has_is_told_before_ray_starts(tmp_path, capsys, no
 def test_without_ray_nothing_is_begun(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sigsoftmax.experiments.sweep_ray.find_spec", lambda name: None if name == "ray" else name)
     assert cli.main(["sweep", "language-softmax", "--out", str(tmp_path / "out")]) == 2
-    assert "a sweep needs ray: pip install 'sigsoftmax[sweep]'" in capsys.readouterr().err
+    assert "a sweep needs ray: pip install '.[sweep]' in the folder of sigsoftmax" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

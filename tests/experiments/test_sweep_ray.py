@@ -21,7 +21,7 @@ LONG = "a-folder-of-a-sweep-with-a-name-that-is-rather-long"
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sweep_ray, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"a sweep needs ray and safetensors: pip install 'sigsoftmax\[sweep\]'"):
+    with pytest.raises(ValueError, match=r"a sweep needs ray and safetensors: pip install '\.\[sweep\]'"):
         check_ray()
 
 

@@ -39,5 +39,5 @@ def test_every_epoch_is_a_step_of_the_runs_curves(monkeypatch):
 def test_without_the_package_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.delattr("torch.utils.tensorboard", raising=False)
-    with pytest.raises(ValueError, match=r"pip install .sigsoftmax\[tensorboard\]"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[tensorboard\]' in the folder of sigsoftmax"):
         TensorBoard()

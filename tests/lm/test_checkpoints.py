@@ -174,7 +174,7 @@ def test_safetensors_of_others_and_of_later_versions_are_refused(tmp_path):
 def test_the_package_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
     save(tmp_path / "x", {}, {})
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ValueError, match=r"pip install 'sigsoftmax\[lm\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[lm\]' in the folder of sigsoftmax"):
         load(tmp_path / "x")
 
 

@@ -19,7 +19,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def page(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of these records, with plots."""
-    pytest.importorskip("plotly", reason="the plots need plotly: pip install 'sigsoftmax[report]'")
+    pytest.importorskip("plotly", reason="the plots need plotly: pip install '.[report]' in the folder of sigsoftmax")
     out = tmp_path_factory.mktemp("page") / "report.html"
     write_report(ReportConfig(paths=(runs,), out=out))
     return out

@@ -252,7 +252,7 @@ def test_without_plotly_there_are_tables_and_a_word(runs, tmp_path, monkeypatch)
         written = write_report(ReportConfig(paths=(runs,), out=tmp_path / "r.html"))
     finally:
         page_module.plotly_script.cache_clear()
-    assert "pip install 'sigsoftmax[report]'" in written.warnings[-1]
+    assert "pip install '.[report]' in the folder of sigsoftmax" in written.warnings[-1]
     read = Page(tmp_path / "r.html")
     assert "plotly was not installed where this page was made" in read.text
     assert not read.scripts

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sigsoftmax._version import install_extra
+
 __all__ = [
     "loading_dtype",
     "note_on_missing",
@@ -38,9 +40,7 @@ def transformers_library(name: str) -> Any:
         # Makes transformers load models that were stored with an output function.
         importlib.import_module("sigsoftmax.integrations.huggingface")
     except ImportError:
-        raise ValueError(
-            f"auditing the Hugging Face model {name} needs transformers: pip install 'sigsoftmax[hf]'"
-        ) from None
+        raise ValueError(f"auditing the Hugging Face model {name} needs transformers: {install_extra('hf')}") from None
     return transformers
 
 

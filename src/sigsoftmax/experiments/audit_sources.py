@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sigsoftmax._version import install_extra
 from sigsoftmax.analysis.output_layer import Contexts, OutputLayer
 from sigsoftmax.experiments.distribution_sources import StoredDistributions
 from sigsoftmax.family import OutputFunction
@@ -215,7 +216,7 @@ def _read_arrays(path: Path, memory: int) -> Mapping[str, Tensor]:
         from safetensors.torch import load_file
     except ImportError:
         raise ValueError(
-            f"reading {path} needs safetensors: pip install 'sigsoftmax[audit]', or store the arrays as .npz"
+            f"reading {path} needs safetensors: {install_extra('audit')}, or store the arrays as .npz"
         ) from None
     try:
         return load_file(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 
+from sigsoftmax._version import install_extra
 from sigsoftmax.records.audits import ArgmaxCounts, Audit, Bend, GradientShare, TargetResult, Truncation
 from sigsoftmax.records.spectra import RankBounds, Spectrum
 
@@ -173,7 +174,7 @@ def _argmax(counts: ArgmaxCounts | None) -> list[str]:
         shown = ", ".join(map(str, counts.never[:12]))
         lines.append(f"Never: {shown}{', ...' if len(counts.never) > 12 else ''}.")
     if counts.undecided and not counts.has_solver:
-        lines.append("Linear programs would settle more: pip install 'sigsoftmax[audit]' brings SciPy.")
+        lines.append(f"Linear programs would settle more: {install_extra('audit')} brings SciPy.")
     elif counts.undecided:
         lines.append("More time (--argmax-seconds) settles more.")
     return lines

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sigsoftmax._version import install_extra
 from sigsoftmax.analysis.capacity import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity_curves import CapacityConfig, capacity_curves
 from sigsoftmax.analysis.lbfgs import Budget
@@ -96,7 +97,7 @@ def run(config: DemoConfig, say: Say, progress: Say = lambda _: None) -> list[Ca
     try:
         drawn = draw_bottleneck(results, truth, config.width, config.out)
     except ImportError:
-        say("No pictures, since matplotlib is not installed: pip install 'sigsoftmax[plot]' brings it.")
+        say(f"No pictures, since matplotlib is not installed: {install_extra('plot')} brings it.")
         drawn = []
     written = "".join(f"\n  {path}" for path in (*drawn, records))
     say(f"Done in {time.perf_counter() - began:.0f} s. Written:{written}")

@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sigsoftmax._version import install_extra
 from sigsoftmax.experiments.sweep_plan import Trial
 from sigsoftmax.experiments.sweep_trials import Failed, Place, run_trial
 from sigsoftmax.lm.interruption import SoftStop
@@ -81,7 +82,7 @@ def check_ray() -> None:
     """Refuse to go on without what a sweep needs."""
     missing = [name for name in ("ray", "safetensors") if find_spec(name) is None]
     if missing:
-        raise ValueError(f"a sweep needs {' and '.join(missing)}: pip install 'sigsoftmax[sweep]'")
+        raise ValueError(f"a sweep needs {' and '.join(missing)}: {install_extra('sweep')}")
 
 
 # --- a session --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from sigsoftmax._version import install_extra
 from sigsoftmax.experiments.runs import Run
 from sigsoftmax.lm.training import Progress
 
@@ -22,7 +23,7 @@ class TensorBoard:
             from torch.utils import tensorboard
         except ImportError:
             raise ValueError(
-                "--tensorboard needs the package tensorboard: pip install 'sigsoftmax[tensorboard]', or leave it out"
+                f"--tensorboard needs the package tensorboard: {install_extra('tensorboard')}, or leave it out"
             ) from None
         self._make_writer: Any = tensorboard.SummaryWriter
         self._writers: dict[Path, Any] = {}

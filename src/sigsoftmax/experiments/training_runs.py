@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sigsoftmax._version import install_extra
 from sigsoftmax.experiments.folder_locks import FolderLock
 from sigsoftmax.experiments.joined import started_processes
 from sigsoftmax.experiments.runs import Resources, Run
@@ -60,7 +61,7 @@ def train_runs(
     :class:`~sigsoftmax.experiments.folder_locks.Busy`.
     """
     if find_spec("safetensors") is None:
-        raise ValueError("runs are kept with safetensors: pip install 'sigsoftmax[lm]'")
+        raise ValueError(f"runs are kept with safetensors: {install_extra('lm')}")
     if resources.parallel is None and (started_processes() or 1) > 1:
         raise ValueError(
             "several processes of torchrun would all write the same runs; start this with python alone, and use "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sigsoftmax import functional
+from sigsoftmax._version import install_extra
 from sigsoftmax.mixture import MixtureOutputLayer
 from sigsoftmax.modules import OutputLayer
 
@@ -133,7 +134,7 @@ def _require(package: str, purpose: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ImportError(f"{purpose} needs {package}: pip install 'sigsoftmax[onnx]'") from None
+        raise ImportError(f"{purpose} needs {package}: {install_extra('onnx')}") from None
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sigsoftmax._version import __version__
+from sigsoftmax._version import __version__, install_extra
 from sigsoftmax.records.parsing import parse_json
 
 try:
@@ -275,9 +275,7 @@ def _parsed_tensors(data: bytes, entries: Mapping[str, Any], path: Path) -> dict
         from safetensors import SafetensorError
         from safetensors.torch import load as tensors_of
     except ModuleNotFoundError:
-        raise ValueError(
-            "checkpoints are read with safetensors; install it with pip install 'sigsoftmax[lm]'"
-        ) from None
+        raise ValueError(f"checkpoints are read with safetensors; install it with {install_extra('lm')}") from None
     for name, entry in entries.items():
         kind = entry.get("dtype") if isinstance(entry, dict) else None
         if name != "__metadata__" and kind not in DTYPES.values():

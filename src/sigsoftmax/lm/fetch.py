@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sigsoftmax._version import __version__
+from sigsoftmax._version import __version__, install_extra
 from sigsoftmax.lm.corpus_files import Split, cache_folder
 from sigsoftmax.lm.download_files import NotPlain, check_plain, make_folder, open_again, open_new
 from sigsoftmax.terminal import above_bars, console
@@ -291,7 +291,7 @@ def _packages() -> tuple[Any, Any]:
     try:
         pooch, requests = import_module("pooch"), import_module("requests")
     except ModuleNotFoundError as error:
-        raise ValueError(f"corpora are fetched with {error.name}; pip install 'sigsoftmax[lm]' brings it") from None
+        raise ValueError(f"corpora are fetched with {error.name}; {install_extra('lm')} brings it") from None
     pooch.get_logger().setLevel("WARNING")
     return pooch, requests
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 
-from sigsoftmax._version import __version__
+from sigsoftmax._version import __version__, install_extra
 from sigsoftmax.records import Record
 from sigsoftmax.report.loading import Loaded
 from sigsoftmax.report.markup import Markup, join, script_json, tag
@@ -26,7 +26,7 @@ __all__ = ["NO_PLOTLY", "plotly_script", "render"]
 WARNINGS_SHOWN = 50
 NO_PLOTLY = (
     "plotly was not installed where this page was made, so its figures are tables; "
-    "pip install 'sigsoftmax[report]' and the same command bring the plots."
+    f"{install_extra('report')} and the same command bring the plots."
 )
 
 

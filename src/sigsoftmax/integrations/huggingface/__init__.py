@@ -13,16 +13,18 @@ HeadFunction(
 See docs/huggingface.md.
 """
 
+from sigsoftmax._version import install_extra
+
 try:
     import transformers as _transformers
 except ImportError as error:
     raise ImportError(
-        "sigsoftmax.integrations.huggingface needs transformers 5.17 or newer: pip install 'sigsoftmax[hf]'"
+        f"sigsoftmax.integrations.huggingface needs transformers 5.17 or newer: {install_extra('hf')}"
     ) from error
 if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 17):
     raise ImportError(
         f"sigsoftmax.integrations.huggingface needs transformers 5.17 or newer, got {_transformers.__version__}: "
-        "pip install 'sigsoftmax[hf]'"
+        f"{install_extra('hf')}"
     )
 
 from sigsoftmax.integrations.huggingface.loading import (
