@@ -1,7 +1,7 @@
 """Speed and memory of the losses on a CPU, side by side with plain torch: `make bench-cpu`.
 
 Every figure is forward + backward in float32. A full run writes records to benchmarks/records/cpu.jsonl, from which
-`python benchmarks/write_docs.py` makes the tables and pictures of docs/benchmarks.md.
+`python benchmarks/write_docs.py` makes the tables and pictures of docs/benchmark-tables.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `python benchmarks/gpu.py` measures all cases in one process, forward + backward, in about five minutes. Liger and
 cut-cross-entropy take part where they can be imported, and are left out with a word where not. Writes records to
-benchmarks/records/gpu.jsonl, from which `python benchmarks/write_docs.py` makes the tables of docs/benchmarks.md.
+benchmarks/records/gpu.jsonl, from which `python benchmarks/write_docs.py` makes the tables of
+docs/benchmark-tables.md.
 Without installing the package: PYTHONPATH=src python benchmarks/gpu.py. `--smoke` runs tiny cases on the CPU.
 """
 

@@ -1,11 +1,11 @@
 """The first epochs of the paper's recipes on a GPU: curves, time, memory, dynamic evaluation, ranks.
 
-    python benchmarks/language_models.py bf16 mixtures alone dynamic ranks float32 --data FOLDER
+    python benchmarks/language_models.py bf16 controls mixtures alone dynamic ranks float32 --data FOLDER
 
 Runs go to runs/gate and go on where they stopped; records go to results/. Stages: `float32` and `bf16` train
-ptb-softmax (and in bf16 ptb-sigsoftmax) with three seeds for 22 epochs, all at once; `mixtures` trains ptb-mos and
-ptb-moss for 12; `alone` times epochs of single runs; `dynamic` and `ranks` take the models that `bf16` and `mixtures`
-trained.
+ptb-softmax (and in bf16 ptb-sigsoftmax) with three seeds for 22 epochs, all at once; `controls` does so with
+softmax(alpha=1.5) and gss(k=0), in bf16; `mixtures` trains ptb-mos and ptb-moss for 12; `alone` times epochs of single
+runs; `dynamic` and `ranks` take the models that `bf16` and `mixtures` trained.
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ class Bench:
         heads = ("ptb-softmax", "ptb-sigsoftmax")
         self.train([Run(head, seed, "bf16", SINGLE_EPOCHS) for head in heads for seed in SEEDS], "ptb-bf16.jsonl")
 
+    def controls(self) -> None:
+        """What sigsoftmax is to be compared with besides softmax: its scale alone, and another member."""
+        heads = ("ptb-softmax-1.5", "ptb-gss-0")
+        self.train([Run(head, seed, "bf16", SINGLE_EPOCHS) for head in heads for seed in SEEDS], "ptb-controls.jsonl")
+
     def mixtures(self) -> None:
         runs = [Run(head, seed, "bf16", MIXTURE_EPOCHS) for head in ("ptb-mos", "ptb-moss") for seed in (28,)]
         self.train(runs, "ptb-mixtures.jsonl")
@@ -166,7 +171,7 @@ def _print_epoch(trainer: Trainer, progress: Progress) -> None:
 
 
 def main() -> None:
-    stages = ("bf16", "mixtures", "alone", "dynamic", "ranks", "float32")
+    stages = ("bf16", "controls", "mixtures", "alone", "dynamic", "ranks", "float32")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=stages, metavar="STAGE", help=", ".join(stages))
     parser.add_argument("--data", type=Path, help="folder of the corpora")

@@ -7,12 +7,12 @@ read from the records of docs/benchmark-tables.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from measuring import RECORDS, Measurement, mib_text, milliseconds_text
-from write_docs import NO_RECORDS, CaseResult, escaped, markdown_table, read_cases
+from write_docs import NO_RECORDS, CaseResult, escaped, is_ours, markdown_table, read_cases
 
 from sigsoftmax.records import Environment, targets
 
@@ -26,6 +26,8 @@ OTHERS = {
 OURS = ("ours softmax, default", "ours softmax", "ours MoS, default", "ours MoS")
 OURS_OTHERWISE = ("ours sigsoftmax, default", "ours MoSS, default")
 """read where softmax itself was not measured in the default mode; sigsoftmax is no faster than softmax"""
+NONE = "\N{EN DASH}"
+"""a cell that nothing was measured for"""
 LEVEL = 0.03
 """times that differ by less than this fraction are called level: two runs of one program may differ as much"""
 
@@ -57,15 +59,16 @@ def ours_of(case: CaseResult) -> Measurement | None:
 def cost_text(m: Measurement | None) -> str:
     """Time and memory of a measurement."""
     if m is None:
-        return "–"
-    memory = "in place" if m.peak_mib is None else f"{mib_text(m.peak_mib)} MiB"
-    return f"{milliseconds_text(m.milliseconds)} ms, {memory}"
+        return NONE
+    in_place = ", in place" if m.implementation.endswith(", in place") else ""
+    memory = in_place if m.peak_mib is None else f", {mib_text(m.peak_mib)} MiB"
+    return f"{milliseconds_text(m.milliseconds)} ms{memory}"
 
 
 def error_text(m: Measurement | None, *, is_measure: bool = False) -> str:
     if is_measure:
         return "1"
-    return "–" if m is None or m.gradient_error is None else f"{m.gradient_error:.2f}"
+    return NONE if m is None or m.gradient_error is None else f"{m.gradient_error:.2f}"
 
 
 # --- beside others ------------------------------------------------------------------------------------------------
@@ -79,26 +82,36 @@ PEAKED = {
 }
 
 
+FEATURES = (
+    ("other output functions", "write them", "write them", "softcap", "softcap", "seven, and your own"),
+    ("mixtures of them", "write them", "write them", "no", "no", "yes, in chunks"),
+    ("Hugging Face models", "their own loss", "their own loss", "patch", "patch", "patch"),
+    ("vocabulary over processes", "of logits", "of logits", "of logits", "linear loss", "linear loss, mixtures"),
+)
+"""what is not a number, in the order of the columns"""
+
+
 def peers(suites: Suites) -> str:
-    """Time, memory and gradient errors on a GPU beside those who compute the same loss."""
+    """Time, memory and gradient errors on a GPU, and what else is offered, beside those who compute the same loss."""
     rows = []
     for title, name in (
         ("loss of given logits, 8,192 x 128,256", LOGITS),
-        ("linear + loss, 8,192 x 4,096 x 128,256", LINEAR),
-        ("linear + loss, 8,192 x 2,304 x 256,000", WIDE),
+        ("linear layer and loss, 8,192 x 4,096 x 128,256", LINEAR),
+        ("linear layer and loss, 8,192 x 2,304 x 256,000", WIDE),
     ):
         if case := suites.gpu.get(name):
             rows.append([title, *(cost_text(first_of(case, names)) for names in OTHERS.values()), _ours_text(case)])
     for title, name in (
-        ("gradient error, random logits, d = 4,096", LINEAR),
-        ("gradient error, peaked logits, d = 4,096", PEAKED[LINEAR]),
+        ("gradient error, random logits", LINEAR),
+        ("gradient error, peaked logits", PEAKED[LINEAR]),
     ):
         if case := suites.gpu.get(name):
             others = [error_text(first_of(case, of), is_measure=key == "torch") for key, of in OTHERS.items()]
             rows.append([title, *others, error_text(ours_of(case))])
     if not rows:
         return NO_RECORDS
-    return markdown_table(("", *OTHERS, "sigsoftmax"), "l" + "r" * (len(OTHERS) + 1), rows) + "\n"
+    rows += [list(row) for row in FEATURES]
+    return markdown_table(("", *OTHERS, "sigsoftmax"), "l" * (len(OTHERS) + 2), rows) + "\n"
 
 
 def _ours_text(case: CaseResult) -> str:
@@ -124,17 +137,41 @@ def places(cases: Iterable[CaseResult]) -> str:
 # --- verdicts -----------------------------------------------------------------------------------------------------
 
 
+SHOWN: dict[str, tuple[str, ...]] = {
+    "GPU": (
+        LOGITS,
+        "a classifier's bf16 logits, N=1024 V=1000",
+        LINEAR,
+        PEAKED[LINEAR],
+        WIDE,
+        PEAKED[WIDE],
+        "linear cross-entropy, bf16, N=8192 d=768 V=50304",
+        "linear cross-entropy, float32 weights under bf16 autocast, N=8192 d=4096 V=128256",
+        "linear cross-entropy, bf16, N=1400 d=400 V=10000",
+        "mixture cross-entropy, bf16 products, N=840 K=15 d=280 V=10000",
+        "mixture cross-entropy, bf16 products, N=8192 K=4 d=2048 V=32000",
+    ),
+    "CPU": (
+        "cross-entropy of logits, N=2048 V=32000",
+        "linear cross-entropy, N=2048 d=512 V=32000",
+        "mixture cross-entropy, N=840 K=15 d=280 V=10000",
+    ),
+}
+"""the cases of the overview; the page of tables has all"""
+
+
 def verdicts(suites: Suites) -> str:
-    """Each case that others compute too: time and memory of everyone, and who is faster."""
+    """Time and memory of everyone in the main cases, and who is faster."""
     blocks = []
-    for title, cases in (("GPU", suites.gpu), ("CPU", suites.cpu), ("Hugging Face", suites.huggingface)):
-        rows = [row for case in cases.values() if (row := _verdict_row(case))]
+    for title, cases in (("GPU", suites.gpu), ("CPU", suites.cpu)):
+        shown = [cases[name] for name in SHOWN[title] if name in cases]
+        rows = [row for case in shown if (row := _verdict_row(case))]
         if not rows:
             continue
-        names = [name for name in OTHERS if any(row[1][name] for row in rows)]
-        cells = [[label, *(costs[name] or "–" for name in names), ours, words] for label, costs, ours, words in rows]
-        table = markdown_table(("case", *names, "ours", "verdict"), "l" + "r" * (len(names) + 1) + "l", cells)
-        blocks.append(f"**{title}**: {places(cases.values())}\n\n{table}\n")
+        names = [name for name in OTHERS if any(costs[name] for _, costs, _, _ in rows)]
+        cells = [[label, words, ours, *(costs[name] or NONE for name in names)] for label, costs, ours, words in rows]
+        table = markdown_table(("case", "verdict", "ours", *names), "l" * (len(names) + 3), cells)
+        blocks.append(f"### On a {title}\n\n{places(shown)}.\n\n{table}\n")
     return "\n".join(blocks) or NO_RECORDS
 
 
@@ -142,11 +179,16 @@ def _verdict_row(case: CaseResult) -> tuple[str, dict[str, str], str, str] | Non
     others = {name: first_of(case, rows) for name, rows in OTHERS.items()}
     ours = ours_of(case)
     rivals = {name: m for name, m in others.items() if m is not None}
-    if ours is None or not rivals or case.name.startswith(("time against memory", "sigsoftmax beside")):
+    if ours is None or not rivals:
         return None
     costs = {name: "" if m is None else cost_text(m) for name, m in others.items()}
     note = "" if ours.implementation in OURS else f" ({_member(ours)})"
-    return escaped(case.name), costs, f"**{cost_text(ours)}**{note}", verdict(ours, rivals)
+    return _title(case), costs, f"**{cost_text(ours)}**{note}", verdict(ours, rivals)
+
+
+def _title(case: CaseResult) -> str:
+    """The name of a case with sizes that are read easily."""
+    return escaped(re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", case.name))
 
 
 def verdict(ours: Measurement, rivals: Mapping[str, Measurement]) -> str:
@@ -160,8 +202,8 @@ def verdict(ours: Measurement, rivals: Mapping[str, Measurement]) -> str:
     else:
         words = f"**slower** than {fastest}: {ratio:.2f}x its time"
     theirs = rivals[fastest].peak_mib
-    if theirs and ours.peak_mib is not None and max(theirs, ours.peak_mib) >= 1.0:
-        words += f", {ours.peak_mib / theirs:.2g}x its memory"
+    if theirs is not None and ours.peak_mib is not None and theirs >= 10.0:
+        words += f", {ours.peak_mib / theirs:.2f}x its memory"
     return words
 
 
@@ -171,18 +213,25 @@ def _member(m: Measurement) -> str:
 
 # --- prices of members --------------------------------------------------------------------------------------------
 
+OPTION = re.compile(r" with (?!learned)| in a CUDA graph|,(?! learned)")
+"""marks rows of ours that differ from others by more than the member"""
 MEMBER_ROWS = 5
 """a case with at least so many members of ours besides softmax says what each costs"""
 
 
-def prices(suites: Suites) -> str:
-    """The time of each member divided by that of our own softmax in the same case."""
-    columns = {
-        f"{device}: {_short(case)}": _member_ratios(case)
+def price_columns(suites: Suites) -> dict[str, dict[str, float]]:
+    """The time of each member divided by that of our own softmax, for every case that has enough members."""
+    return {
+        f"{device}: {_short(case)}": ratios
         for device, cases in (("GPU", suites.gpu), ("CPU", suites.cpu))
         for case in cases.values()
+        if len(ratios := _member_ratios(case)) > MEMBER_ROWS
     }
-    columns = {title: ratios for title, ratios in columns.items() if len(ratios) > MEMBER_ROWS}
+
+
+def prices(suites: Suites) -> str:
+    """The price of each member relative to our own softmax, a column for each case."""
+    columns = price_columns(suites)
     members = list(dict.fromkeys(member for ratios in columns.values() for member in ratios))
     if not members:
         return NO_RECORDS
@@ -202,10 +251,7 @@ def _member_ratios(case: CaseResult) -> dict[str, float]:
     found = {}
     for m in case.rows:
         name = m.implementation.removeprefix("ours ")
-        is_member = m.implementation.startswith("ours ") and not re.search(
-            r" with (?!learned)| in a CUDA graph|,(?! l)", name
-        )
-        if is_member:
+        if is_ours(m) and not OPTION.search(name):
             found[name.replace(", learned", " with learned b")] = m.milliseconds / base.milliseconds
     return found
 
@@ -223,18 +269,20 @@ def _short(case: CaseResult) -> str:
 
 def targets_met(suites: Suites) -> str:
     """How many targets are met, and each that is not."""
-    judged: list[tuple[CaseResult, Measurement, str]] = []
-    for cases in (suites.gpu, suites.cpu, suites.huggingface):
-        for case in cases.values():
-            for m in case.rows:
-                if any(not clause.is_aim for clause in targets.clauses(m.target)):
-                    judged.append((case, m, targets.verdict(m, case.by_name)))
+    judged = [
+        (case, m, targets.verdict(m, case.by_name))
+        for cases in (suites.gpu, suites.cpu, suites.huggingface)
+        for case in cases.values()
+        for m in case.rows
+        if any(not clause.is_aim for clause in targets.clauses(m.target))
+    ]
     if not judged:
         return NO_RECORDS
     missed = [(case, m, words) for case, m, words in judged if words.startswith("no:")]
     lines = [f"{len(judged) - len(missed)} of {len(judged)} targets are met; these are not:", ""]
     lines += [
-        f"- {escaped(case.name)}: {escaped(m.implementation)} takes {cost_text(m)}, and {_missed(words)} is missed"
+        f"- {_title(case)}: {escaped(m.implementation)} takes {cost_text(m)} ({m.ratio:.2f}x of the baseline); "
+        f"the target is {_missed(words)}"
         for case, m, words in missed
     ]
     return "\n".join(lines if missed else [f"All {len(judged)} targets are met."]) + "\n"
@@ -242,7 +290,3 @@ def targets_met(suites: Suites) -> str:
 
 def _missed(words: str) -> str:
     return escaped(words.removeprefix("no: ").split(";")[0].replace("<=", "≤"))
-
-
-def only(rows: Sequence[Measurement], beginning: str) -> list[Measurement]:
-    return [m for m in rows if m.implementation.startswith(beginning)]

@@ -1,4 +1,4 @@
-"""Make the tables and pictures of docs/benchmarks.md from the records: `make bench-docs`.
+"""Make the tables and pictures of docs/benchmark-tables.md from the records: `make bench-docs`.
 
 The page is written by hand but for what stands between `<!-- generated: SUITE -->` and `<!-- end -->`, which is made
 anew from the records of that suite, with docs/images/benchmarks-SUITE*.png. `--check` writes nothing and exits with 1
@@ -24,7 +24,7 @@ from measuring import RECORDS, Measurement, mib_text, milliseconds_text, number_
 from sigsoftmax import records
 from sigsoftmax.records import Environment, Record, targets
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmark-tables.md"
 PART = re.compile(r"(?P<begin><!-- generated: (?P<suite>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.S)
 NO_RECORDS = "*No records yet.*\n"
 
@@ -435,7 +435,7 @@ def rewritten(page: Path, part_of: Callable[[str], str], *, check: bool, advice:
     if not check:
         page.write_text(after, encoding="utf-8")
     elif before != after:
-        print(f"docs/{page.name} is not what the records give; {advice}")
+        print(f"{page.name} is not what the records give; {advice}")
         return 1
     return 0
 

@@ -18,17 +18,32 @@ from write_docs import NO_RECORDS, rewritten
 
 from sigsoftmax.records import Environment, read
 from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.paper import CURVES, RANKS, PublishedCurve
+from sigsoftmax.records.paper import RANKS
+from sigsoftmax.records.references import ReferenceCurve, reference_curves
 from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
+from sigsoftmax.report.statistics import student_quantile
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reproduction.md"
 RESULTS = ROOT / "results"
 
+RANK_RULES = ("press32", "numpy32", "numpy64", "noise")
+"""described in docs/analysis.md; ``noise`` counts what stands above the noise floor"""
 GATE_FROM, GATE = 8, 0.04
 """epoch from which a curve must be within this fraction of the reference"""
 EQUAL_EPOCHS, EQUAL = range(15, 23), 0.01
 """epochs whose mean perplexity must agree between precisions, and how closely"""
+
+REFERENCE_RECIPES = {"softmax": "ptb-softmax", "mos(K=15)": "ptb-mos"}
+"""what the heads of the reference curves are called here"""
+CONTROLS = {
+    "ptb-softmax": "softmax",
+    "ptb-softmax-1.5": "softmax(alpha=1.5): the scale alone",
+    "ptb-sigsoftmax": "sigsoftmax",
+    "ptb-gss-0": "gss(k=0)",
+}
+"""recipes that are compared with softmax under equal conditions, in the order of the table"""
+CONTROL_SEEDS, CONTROL_EPOCH, CONTROL_PRECISION = (141, 142, 143), 22, "bf16"
 
 Epochs = dict[int, EpochRecord]
 
@@ -76,15 +91,15 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def stage_gate(records: Records) -> str:
     """Our curves beside the reference's, and the verdict."""
     blocks = []
-    for curve in CURVES:
-        recipe = {"softmax": "ptb-softmax", "mos(K=15)": "ptb-mos"}[curve.head]
+    for curve in reference_curves():
+        recipe = REFERENCE_RECIPES[curve.head]
         runs = list(records.of(recipe))
         if runs:
             blocks.append(_gate_table(curve, recipe, runs))
     return "\n".join(blocks) or NO_RECORDS
 
 
-def _gate_table(curve: PublishedCurve, recipe: str, runs: Sequence[tuple[str, int, Epochs]]) -> str:
+def _gate_table(curve: ReferenceCurve, recipe: str, runs: Sequence[tuple[str, int, Epochs]]) -> str:
     header = ["epoch", "reference", *(f"{precision}, seed {seed}" for precision, seed, _ in runs)]
     rows = []
     worst = [0.0] * len(runs)
@@ -109,6 +124,11 @@ def _gate_table(curve: PublishedCurve, recipe: str, runs: Sequence[tuple[str, in
 def first_epoch(records: Records) -> str:
     """Training loss inside the first epoch, which shows regularisation that is off."""
     rows = [
+        [f"reference of {REFERENCE_RECIPES[curve.head]}", curve.precision, str(curve.seed)]
+        + [f"{part:.2f}" for part in curve.first_train_losses]
+        for curve in reference_curves()
+    ]
+    rows += [
         [recipe, precision, str(seed), *(f"{part:.2f}" for part in epochs[1].train_loss_parts)]
         for (recipe, precision, seed), epochs in sorted(records.curves.items())
         if 1 in epochs
@@ -203,21 +223,66 @@ def dynamic(records: Records) -> str:
     return table(["recipe", "seed", "split", "η", "λ", "tokens", "perplexity", "s", "device"], rows)
 
 
+def controls(records: Records) -> str:
+    """Heads under equal conditions after equally many epochs, with paired differences from softmax."""
+    values: dict[str, dict[int, float]] = {}
+    for recipe in CONTROLS:
+        values[recipe] = {
+            seed: epochs[CONTROL_EPOCH].valid_loss
+            for precision, seed, epochs in records.of(recipe)
+            if precision == CONTROL_PRECISION and seed in CONTROL_SEEDS and CONTROL_EPOCH in epochs
+        }
+    rows = []
+    for recipe, words in CONTROLS.items():
+        found = values[recipe]
+        cells = [f"{math.exp(found[seed]):.2f}" if seed in found else "not yet run" for seed in CONTROL_SEEDS]
+        mean = f"{statistics.fmean(math.exp(loss) for loss in found.values()):.2f}" if found else ""
+        rows.append([words, *cells, mean, _paired(found, values["ptb-softmax"]) if recipe != "ptb-softmax" else ""])
+    header = ["head", *(f"seed {seed}" for seed in CONTROL_SEEDS), "mean", "difference from softmax, nats (95 %)"]
+    return table(header, rows)
+
+
+def _paired(own: Mapping[int, float], base: Mapping[int, float]) -> str:
+    """Mean difference of the losses over common seeds, with Student's interval."""
+    pairs = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
+    if not pairs:
+        return ""
+    mean = statistics.fmean(pairs)
+    if len(pairs) == 1:
+        return f"{mean:+.4f} (one seed)"
+    half = student_quantile(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f})"
+
+
 def ranks(records: Records) -> str:
+    """Ranks by every rule, with the noise floor and a loss beside them."""
     published = {(rank.corpus, rank.head): rank.rank for rank in RANKS}
-    rows = [
-        [
-            m.run.recipe,
-            str(m.run.seed),
-            f"{m.spectrum.words:,} x {m.spectrum.contexts:,}",
-            f"{m.spectrum.press32_rank:,}",
-            f"{published.get((m.run.corpus, m.run.head), 0):,}",
+    rows = []
+    for m in records.spectra:
+        spectrum = m.spectrum
+        counts = [
+            "below the noise floor" if (count := spectrum.count(rule)).rank is None else f"{count.rank:,}"
+            for rule in RANK_RULES
         ]
-        for m in records.spectra
-    ]
+        epochs = records.curves.get((m.run.recipe, m.run.precision, m.run.seed), {})
+        last = epochs[max(epochs)] if epochs else None
+        loss = "" if last is None else f"{last.valid_loss:.3f} ({math.exp(last.valid_loss):.1f})"
+        noise = f"{spectrum.noise_floor / spectrum.largest:.1e}"
+        paper = published.get((m.run.corpus, m.run.head))
+        rows.append(
+            [
+                f"{m.run.recipe}, seed {m.run.seed}, {'' if last is None else last.epoch} epochs",
+                loss,
+                *counts,
+                noise,
+                f"{spectrum.effective_rank:.0f}",
+                "" if paper is None else f"{paper:,}",
+            ]
+        )
     if not rows:
         return NO_RECORDS
-    return table(["recipe", "seed", "words x contexts", "rank, ours", "rank, the paper's finetuned models"], rows)
+    header = ["model", "valid loss in nats (perplexity)", *RANK_RULES, "noise floor / largest", "effective rank"]
+    return table([*header, "press32 in the paper, finetuned"], rows)
 
 
 PARTS: Mapping[str, Callable[[Records], str]] = {
@@ -225,6 +290,7 @@ PARTS: Mapping[str, Callable[[Records], str]] = {
     "first-epoch": first_epoch,
     "precisions": precisions,
     "heads": heads,
+    "controls": controls,
     "times": times,
     "dynamic-evaluation": dynamic,
     "ranks": ranks,

@@ -814,7 +814,7 @@ def test_dense_gradient_of_a_mixture_loss(member: OutputFunction, floor: float) 
 
 
 def test_floor_adds_mass_and_caps_the_loss() -> None:
-    """(M31), (E14)"""
+    """(M31), (E13)"""
     member = OutputFunction("softmax")
     z = normal(2, 3, 50)
     z[1, :, 0] = -1e3
@@ -900,7 +900,7 @@ def test_mixture_masked_at_its_target(member: OutputFunction) -> None:
 @pytest.mark.parametrize("alpha", [1.0, 1.5])
 @pytest.mark.parametrize("ones_in_span", [False, True])
 def test_rank_of_log_softmax(alpha: float, ones_in_span: bool) -> None:
-    """(M35), (M36), (E9): d + 1, d + 2 with a bias; one less each if 1 lies in the span of W."""
+    """(M35), (M36): d + 1, d + 2 with a bias; one less each if 1 lies in the span of W."""
     softmax = OutputFunction("softmax", alpha=alpha)
     features, weight, bias = normal(80, 5), normal(60, 5), normal(60)
     if ones_in_span:
@@ -952,7 +952,7 @@ def test_numerical_rank_is_a_threshold_crossing() -> None:
 
 
 def test_rank_three_counterexample() -> None:
-    """(M39), (E16): determinant, singular values, normaliser, and the last bracket of the appendix."""
+    """(M39), (E15): determinant, singular values, normaliser, and the last bracket of the appendix."""
     u = float64(1.0, 2.0, 0.0)
     logits = torch.stack([0.0 * u, u, -u])
     outputs = log_probs(OutputFunction("sigsoftmax"), logits)
@@ -1087,7 +1087,7 @@ def test_mixture_without_convex_g_can_reach_a_new_argmax(member: OutputFunction)
 
 @every_member
 def test_outputs_form_a_surface_of_dimension_d(member: OutputFunction) -> None:
-    """(M45), (E11): the tangent space of log f(W h) has at most d directions, whatever the rank of many outputs."""
+    """(M45), (E10): the tangent space of log f(W h) has at most d directions, whatever the rank of many outputs."""
     weight = normal(20, 3)
     h = normal(3)
     f, z = probs(member, weight @ h), weight @ h
@@ -1237,7 +1237,7 @@ def test_epsilon_of_relu_counts_once_per_class() -> None:
 
 
 def test_g_must_be_positive() -> None:
-    """(E12): log of a g that is zero is not finite; every member's phi is."""
+    """(E11): log of a g that is zero is not finite; every member's phi is."""
     z = float64(-5.0, -1.0, 2.0)
     assert torch.relu(z).log().isinf().any()
     for member in MEMBERS:
@@ -1245,7 +1245,7 @@ def test_g_must_be_positive() -> None:
 
 
 def test_dead_target_of_relu_gets_no_gradient() -> None:
-    """(E13)"""
+    """(E12)"""
     eps = 1e-3
     relu = OutputFunction("relu", eps=eps)
     z = float64(-0.5, 0.7, 2.0)

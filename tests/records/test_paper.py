@@ -58,14 +58,3 @@ def test_what_the_text_says_of_the_tables():
 def test_other_sources_are_asked_for():
     every = paper.results(corpus="ptb", head="softmax", stage="trained", split="valid", source=None)
     assert [(result.perplexity, result.deviation) for result in every] == [(61.1, 0.4), (61.2, None)]
-
-
-def test_reference_curves_fall():
-    for curve in paper.CURVES:
-        epochs = list(curve.perplexities)
-        assert epochs == sorted(epochs)
-        assert epochs[0] == 1
-        values = list(curve.perplexities.values())
-        assert values == sorted(values, reverse=True)
-        assert curve.head in paper.HEADS
-        assert curve.corpus in paper.CORPORA

@@ -1,4 +1,4 @@
-"""What others have published: tables 1 to 5 of the paper, results at the same stages elsewhere, reference curves.
+"""What others have published: tables 1 to 5 of the paper, and results at the same stages elsewhere.
 
 These are facts with a source, not measurements of ours. Heads and corpora have the names that records use. Tables 1
 and 2 are the last stage of tables 4 and 5, so that the numbers stand here once.
@@ -12,14 +12,12 @@ from typing import Literal
 
 __all__ = [
     "CORPORA",
-    "CURVES",
     "HEADS",
     "PAPER",
     "RANKS",
     "RESULTS",
     "STAGES",
     "TABLES",
-    "PublishedCurve",
     "PublishedRank",
     "PublishedResult",
     "PublishedTable",
@@ -90,18 +88,6 @@ class PublishedRank:
     head: str
     rank: int
     source: str = PAPER
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedCurve:
-    """Validation perplexity after epochs of training: the sum over the rows scored, divided by all rows."""
-
-    corpus: str
-    head: str
-    seed: int
-    perplexities: Mapping[int, float]
-    """epoch -> perplexity"""
-    source: str
 
 
 def _paper_results() -> Iterator[PublishedResult]:
@@ -197,51 +183,6 @@ RANKS: tuple[PublishedRank, ...] = tuple(
         ("wikitext-2", (402, 31400, 463, 5465, 12093, 19834)),
     )
     for head, rank in zip(HEADS, ranks, strict=True)
-)
-
-CURVES: tuple[PublishedCurve, ...] = (
-    PublishedCurve(
-        corpus="ptb",
-        head="softmax",
-        seed=141,
-        perplexities={
-            1: 329.4,
-            2: 209.5,
-            3: 164.8,
-            4: 147.0,
-            5: 132.6,
-            6: 120.9,
-            8: 105.6,
-            10: 103.5,
-            12: 91.9,
-            14: 88.4,
-            16: 87.3,
-            18: 84.8,
-            20: 82.7,
-            22: 80.8,
-        },
-        source="the training loop of salesforce/awd-lstm-lm, float32, run for 22 epochs on an H200",
-    ),
-    PublishedCurve(
-        corpus="ptb",
-        head="mos(K=15)",
-        seed=28,
-        perplexities={
-            1: 276.3,
-            2: 190.8,
-            3: 157.7,
-            4: 136.3,
-            5: 125.3,
-            6: 114.0,
-            7: 108.0,
-            8: 102.3,
-            9: 98.6,
-            10: 95.2,
-            11: 93.6,
-            12: 90.9,
-        },
-        source="the training loop of zihangdai/mos, float32, run for 12 epochs on an H200",
-    ),
 )
 
 

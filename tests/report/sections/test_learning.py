@@ -8,6 +8,7 @@ import pytest
 from tests.report import synthetic_runs
 from tests.report.sections.making import drawn, section_of
 
+from sigsoftmax.records.references import reference_curves
 from sigsoftmax.records.training import EpochRecord
 from sigsoftmax.report.sections import learning
 
@@ -45,7 +46,7 @@ def test_the_mean_is_over_epochs_that_every_seed_has(tmp_path):
 
 
 def test_the_reference_curve_is_compared_with_the_value_that_divides_alike(tmp_path):
-    reference = next(c for c in learning.paper.CURVES if c.head == "softmax")
+    reference = next(c for c in reference_curves() if c.head == "softmax")
     values = [reference.perplexities.get(epoch, 100.0) * 1.02 for epoch in range(1, 23)]
     made = section_of(learning, curve("softmax", 1, values), tmp_path)
     (finding,) = made.findings

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sigsoftmax.records import paper
+from sigsoftmax.records.references import reference_curves
 from sigsoftmax.records.training import EpochRecord, RunIdentity
 from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, line, numbers, thinned
 from sigsoftmax.report.loading import Entry
@@ -124,7 +124,7 @@ def _figure(
             keys = (f"group:{number}", split)
             traces += _mean_traces(group, quantity, split, keys)
             traces += _run_traces(group, quantity, split, keys)
-    references = [c for c in paper.CURVES if c.corpus == corpus and phase == "train"]
+    references = [c for c in reference_curves() if c.corpus == corpus and phase == "train"]
     references = [c for c in references if any(same_head(g.run.head) == c.head for g in groups)]
     for curve in references:
         look = looks[curve.head]
@@ -250,7 +250,7 @@ def _summary(groups: Sequence[Group]) -> str:
 
 def _gate(corpus: str, group: Group) -> str | None:
     """How far the mean lies from the reference implementation's own curve."""
-    curve = next((c for c in paper.CURVES if c.corpus == corpus and c.head == same_head(group.run.head)), None)
+    curve = next((c for c in reference_curves() if c.corpus == corpus and c.head == same_head(group.run.head)), None)
     if curve is None:
         return None
     common = [epoch for epoch in group.common if epoch >= GATE_FROM and epoch in curve.perplexities]

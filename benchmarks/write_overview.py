@@ -1,0 +1,139 @@
+"""Make the tables and the picture of README.md and docs/benchmarks.md from the records: part of `make bench-docs`.
+
+Both pages are written by hand but for what stands between `<!-- generated: NAME -->` and `<!-- end -->`. `--check`
+writes nothing and exits with 1 if a page or the picture is not what the records give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from math import exp
+from pathlib import Path
+
+import overview
+import time_memory
+from bars import drawn_from
+from overview import Suites
+from write_docs import NO_RECORDS, markdown_table, rewritten
+from write_reproduction import (
+    CONTROL_EPOCH,
+    CONTROL_PRECISION,
+    CONTROL_SEEDS,
+    CONTROLS,
+    RESULTS,
+    Records,
+)
+
+from sigsoftmax import family
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PICTURE = ROOT / "docs" / "images" / "time-memory.png"
+NOTES = {
+    "softmax": "`alpha` is the control for a change of scale",
+    "sigsoftmax": "Kanai et al. 2018",
+    "shifted_sigsoftmax": "`b` one number or one per class, fixed or learned",
+    "sigmoid": "a baseline of the paper",
+    "relu": "a baseline of the paper",
+    "gss": "Parthiban et al. 2021; `k = 2` is sigsoftmax",
+    "softcap": "bounded logits, as in Gemma 2",
+}
+
+
+def members(suites: Suites) -> str:
+    """The family with its formulas, and what each member costs relative to our softmax."""
+    columns = overview.price_columns(suites)
+    shown = {device: _longest_rows(columns, device) for device in ("GPU", "CPU")}
+    rows = []
+    for member in family.table():
+        if member.form.is_builtin:
+            prices = [_price(member.name, shown[device]) for device in ("GPU", "CPU")]
+            rows.append([f"`{member.name}`", f"`{member.formula}`", NOTES[member.name], *prices])
+    return markdown_table(("`function=`", "phi(z)", "", "GPU", "CPU"), "lllrr", rows) + "\n"
+
+
+def _longest_rows(columns: Mapping[str, Mapping[str, float]], device: str) -> Mapping[str, float]:
+    """The prices in a loss of given logits with the most classes, where no matrix product hides them."""
+    found = {title: ratios for title, ratios in columns.items() if title.startswith(f"{device}: loss of logits")}
+    return found[max(found, key=lambda title: int(title.rpartition("V=")[2].replace(",", "")))] if found else {}
+
+
+def _price(name: str, ratios: Mapping[str, float]) -> str:
+    """Of the member with fixed parameters."""
+    fixed = [ratio for member, ratio in ratios.items() if member.partition("(")[0] == name]
+    return f"{fixed[0]:.2f}x" if fixed else overview.NONE
+
+
+def paper(records: Records) -> str:
+    """What the first epochs of the paper's recipe gave, with its controls, and ranks by two rules."""
+    rows = []
+    for recipe, words in CONTROLS.items():
+        losses = [
+            epochs[CONTROL_EPOCH].valid_loss
+            for precision, seed, epochs in records.of(recipe)
+            if precision == CONTROL_PRECISION and seed in CONTROL_SEEDS and CONTROL_EPOCH in epochs
+        ]
+        perplexities = [exp(loss) for loss in losses]
+        spread = f" ± {statistics.stdev(perplexities):.2f}" if len(perplexities) > 1 else ""
+        spectrum = next((m.spectrum for m in records.spectra if m.run.recipe == recipe), None)
+        ranks = ("", "") if spectrum is None else (spectrum.count(rule).text for rule in ("press32", "numpy32"))
+        shown = f"{statistics.fmean(perplexities):.2f}{spread}" if losses else "not yet run"
+        rows.append([words, shown, *ranks])
+    heads = (
+        "head",
+        f"validation perplexity after {CONTROL_EPOCH} epochs, {len(CONTROL_SEEDS)} seeds",
+        "rank, the paper's rule",
+        "rank, numpy's rule in float32",
+    )
+    return markdown_table(heads, "lrrr", rows) + "\n"
+
+
+def parts(suites: Suites, records: Records) -> dict[str, Callable[[], str]]:
+    return {
+        "peers": lambda: overview.peers(suites),
+        "peers-place": lambda: _place(suites),
+        "verdicts": lambda: overview.verdicts(suites),
+        "prices": lambda: overview.prices(suites),
+        "targets": lambda: overview.targets_met(suites),
+        "members": lambda: members(suites),
+        "paper": lambda: paper(records),
+    }
+
+
+def _place(suites: Suites) -> str:
+    names = (overview.LOGITS, overview.LINEAR, overview.WIDE)
+    shown = [suites.gpu[name] for name in names if name in suites.gpu]
+    return f"Measured on {overview.places(shown)}.\n" if shown else NO_RECORDS
+
+
+def digest(panels: Sequence[time_memory.Panel]) -> str:
+    return hashlib.sha256(json.dumps([dataclasses.asdict(panel) for panel in panels]).encode()).hexdigest()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
+    given = parser.parse_args(arguments)
+    suites = Suites.read()
+    made = parts(suites, Records(RESULTS))
+    stale = 0
+    for page in PAGES:
+        stale |= rewritten(page, lambda name: made[name](), check=given.check, advice="run make bench-docs")
+    panels = time_memory.panels(suites)
+    if panels and drawn_from(PICTURE) != digest(panels):
+        if given.check:
+            print(f"{PICTURE.name} is not what the records give; run make bench-docs")
+            stale = 1
+        else:
+            time_memory.draw(panels, PICTURE, digest(panels))
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main())
