@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs docs docs-serve build package check clean
+.PHONY: help venv browser demo test slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs transcripts screenshots docs docs-serve build package check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -58,9 +58,11 @@ bench-cpu: $(VENV)/.installed-dev ## speed and memory on this CPU, side by side 
 bench-gpu: $(VENV)/.installed-dev ## speed, memory and gradient errors on a CUDA device, with torch and peers
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
-bench-docs: $(VENV)/.installed-dev ## tables and pictures of docs/benchmarks.md, from benchmarks/records
+bench-docs: $(VENV)/.installed-dev ## tables and pictures of speed and memory on all pages, from benchmarks/records
 	$(BIN)/python benchmarks/write_docs.py $(ARGS)
 	$(BIN)/python benchmarks/write_docs.py --records benchmarks/records/huggingface --page docs/huggingface.md $(ARGS)
+	$(BIN)/python benchmarks/write_docs.py --records benchmarks/records/distributed --page docs/distributed.md $(ARGS)
+	$(BIN)/python benchmarks/write_overview.py $(ARGS)
 	$(BIN)/python benchmarks/classifiers.py --docs $(ARGS)
 	$(BIN)/python benchmarks/write_choosing.py $(ARGS)
 
@@ -78,6 +80,12 @@ reproduction-docs: $(VENV)/.installed-dev ## tables of docs/reproduction.md, fro
 
 choosing-docs: $(VENV)/.installed-dev ## tables of docs/choosing.md, from results and benchmarks/records
 	$(BIN)/python benchmarks/write_choosing.py $(ARGS)
+
+transcripts: $(VENV)/.installed-dev ## what the commands of audit.md, sweeps.md and distributed.md print: minutes
+	$(BIN)/python benchmarks/write_transcripts.py $(ARGS)
+
+screenshots: $(VENV)/.installed-dev browser ## pictures of a report and of an audit for the README: minutes
+	$(BIN)/python benchmarks/screenshots.py $(ARGS)
 
 # The variable silences a notice about another generator, which strict mode would not count, but readers would wonder.
 docs: $(VENV)/.installed-dev ## the documentation site, in site/; a broken link or anchor fails

@@ -101,24 +101,24 @@ def _language_and_seed(text: str) -> tuple[str, int]:
 
 
 def changes(fits: Fits) -> str:
-    """KL against softmax at equal width, for every language and width; mean and range over the languages' seeds."""
+    """KL against softmax at equal width, a table for each language; mean and range over the languages' seeds."""
     if not fits.found:
         return NO_RECORDS
-    places = [(language, width) for language in fits.languages for width in fits.widths]
-    some = next(iter(fits.found.values()))
-    seeds = {language: len(fits.seeds(language)) for language in fits.languages}
-    note = (
-        f"{some.contexts} contexts, {some.words} words; "
-        + "; ".join(f"{language}: {count} seed{'s' if count > 1 else ''}" for language, count in seeds.items())
-        + ".\n\n"
-    )
-    rows = [
-        [f"`{head}`", *(_change_text(fits.changes(language, head, width)) for language, width in places)]
-        for head in fits.heads
-        if head != "softmax"
-    ]
-    heads = ("head", *(f"{_short(language)}, d = {width}" for language, width in places))
-    return note + markdown_table(heads, "l" + "r" * len(places), rows) + "\n"
+    blocks = []
+    for language in fits.languages:
+        some = fits.of(language, "softmax", fits.widths[0])[0]
+        count = len(fits.seeds(language))
+        title = f"{language}; {some.contexts} contexts, {some.words} words; {count} seed{'s' if count > 1 else ''}"
+        softmax = [[fit.fitted_kl for fit in fits.of(language, "softmax", width)] for width in fits.widths]
+        rows = [[_named("softmax"), *(f"{statistics.fmean(kls):.3f} nats" for kls in softmax)]]
+        rows += [
+            [_named(head), *(_change_text(fits.changes(language, head, width)) for width in fits.widths)]
+            for head in fits.heads
+            if head != "softmax"
+        ]
+        heads = ("head", *(f"width {width}" for width in fits.widths))
+        blocks.append(f"**{title}**\n\n{markdown_table(heads, 'l' + 'r' * len(fits.widths), rows)}\n")
+    return "\n".join(blocks)
 
 
 def _short(language: str) -> str:
@@ -128,12 +128,17 @@ def _short(language: str) -> str:
 
 def _change_text(values: Sequence[float]) -> str:
     mean, low, high = (_percent(value) for value in (statistics.fmean(values), min(values), max(values)))
-    return mean if low == high else f"**{mean}**<br>{low} to {high}"
+    return f"**{mean} %**" if low == high else f"**{mean} %** ({low} to {high})"
 
 
 def _percent(value: float) -> str:
     shown = round(100.0 * value)
-    return f"{MINUS if shown < 0 else '+' if shown else ''}{abs(shown)} %"
+    return f"{MINUS if shown < 0 else '+' if shown else ''}{abs(shown)}"
+
+
+def _named(head: str) -> str:
+    """A head as one would type it."""
+    return f"`{re.sub(r'(?<=[0-9])[.]0(?=[,)])', '', head)}`"
 
 
 def every_fit(fits: Fits) -> str:
@@ -151,7 +156,7 @@ def _fits_table(fits: Fits, language: str) -> str:
         for width in widths:
             found = [fits.found.get((language, seed, head, width)) for seed in seeds]
             if any(found):
-                rows.append([f"`{head}`", str(width), *("" if fit is None else _fit_text(fit) for fit in found)])
+                rows.append([_named(head), str(width), *("" if fit is None else _fit_text(fit) for fit in found)])
     return markdown_table(("head", "width", *(f"seed {seed}" for seed in seeds)), "lr" + "r" * len(seeds), rows)
 
 
@@ -200,7 +205,7 @@ def _mixture_rows(fits: Fits, language: str, width: int) -> Iterator[list[str]]:
         parameters = [found[0].words * (place + 1) / found[0].output_parameters for place in (low, high)]
         yield [
             _short(language),
-            f"`{head}`",
+            _named(head),
             str(width),
             str(found[0].numbers_per_context),
             f"{found[0].output_parameters:,}",
@@ -225,7 +230,7 @@ def starts_below(fits: Fits, head: str = "softcap(c=30.0)", margin: float = 0.1)
     if not rows:
         return NO_RECORDS
     heads = ("language", *(f"d = {width}" for width in fits.widths))
-    note = f"Starts of `{head}` that end more than {margin:.0%} below softmax, for each seed:\n\n"
+    note = f"Starts of {_named(head)} that end more than {margin:.0%} below softmax, for each seed:\n\n"
     return note + markdown_table(heads, "l" + "r" * len(fits.widths), rows) + "\n"
 
 
@@ -249,7 +254,7 @@ def ranks(fits: Fits) -> str:
             spectrum = spectrum_of(fit)
             counts = [spectrum.count(rule).text for rule in RULES]
             noise = f"{spectrum.noise_floor / spectrum.largest:.0e}"
-            rows.append([f"`{head}`", f"{fit.fitted_kl:.4f}", *counts, noise, f"{spectrum.effective_rank:.1f}"])
+            rows.append([_named(head), f"{fit.fitted_kl:.4f}", *counts, noise, f"{spectrum.effective_rank:.1f}"])
         heads = ("head", "KL (nats)", *RULES, "noise floor / largest", "effective rank")
         table = markdown_table(heads, "l" + "r" * (len(heads) - 1), rows)
         blocks.append(_folded(f"Ranks at width {RANKS_AT}: {language}, seed {seed}", table))

@@ -232,6 +232,7 @@ FURTHER = (
     "compiled_variants",
     "most_registers",
     "spilled_bytes",
+    "exchanged_bytes",
 )
 """Fields of a measurement that some cases have; tables show them under their names."""
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from measuring import RECORDS, Measurement, mib_text, milliseconds_text
-from write_docs import NO_RECORDS, CaseResult, escaped, is_ours, markdown_table, read_cases
+from write_docs import NO_RECORDS, CaseResult, is_ours, judged, markdown_table, read_cases
 
-from sigsoftmax.records import Environment, targets
+from sigsoftmax.records import Environment
 
 OTHERS = {
     "torch": ("torch softmax", "torch MoS", "transformers softmax"),
@@ -137,25 +137,27 @@ def places(cases: Iterable[CaseResult]) -> str:
 # --- verdicts -----------------------------------------------------------------------------------------------------
 
 
-SHOWN: dict[str, tuple[str, ...]] = {
-    "GPU": (
-        LOGITS,
-        "a classifier's bf16 logits, N=1024 V=1000",
-        LINEAR,
-        PEAKED[LINEAR],
-        WIDE,
-        PEAKED[WIDE],
-        "linear cross-entropy, bf16, N=8192 d=768 V=50304",
-        "linear cross-entropy, float32 weights under bf16 autocast, N=8192 d=4096 V=128256",
-        "linear cross-entropy, bf16, N=1400 d=400 V=10000",
-        "mixture cross-entropy, bf16 products, N=840 K=15 d=280 V=10000",
-        "mixture cross-entropy, bf16 products, N=8192 K=4 d=2048 V=32000",
-    ),
-    "CPU": (
-        "cross-entropy of logits, N=2048 V=32000",
-        "linear cross-entropy, N=2048 d=512 V=32000",
-        "mixture cross-entropy, N=840 K=15 d=280 V=10000",
-    ),
+SHOWN: dict[str, dict[str, str]] = {
+    "GPU": {
+        LOGITS: "given logits, 8,192 x 128,256",
+        "a classifier's bf16 logits, N=1024 V=1000": "given logits, 1,024 x 1,000",
+        LINEAR: "linear, 8,192 x 4,096 x 128,256",
+        PEAKED[LINEAR]: "the same, peaked logits",
+        WIDE: "linear, 8,192 x 2,304 x 256,000",
+        PEAKED[WIDE]: "the same, peaked logits",
+        "linear cross-entropy, bf16, N=8192 d=768 V=50304": "linear, 8,192 x 768 x 50,304",
+        "linear cross-entropy, float32 weights under bf16 autocast, N=8192 d=4096 V=128256": (
+            "linear, 8,192 x 4,096 x 128,256, float32 weights under autocast"
+        ),
+        "linear cross-entropy, bf16, N=1400 d=400 V=10000": "linear, 1,400 x 400 x 10,000",
+        "mixture cross-entropy, bf16 products, N=840 K=15 d=280 V=10000": "mixture of 15, 840 x 280 x 10,000",
+        "mixture cross-entropy, bf16 products, N=8192 K=4 d=2048 V=32000": "mixture of 4, 8,192 x 2,048 x 32,000",
+    },
+    "CPU": {
+        "cross-entropy of logits, N=2048 V=32000": "given logits, 2,048 x 32,000",
+        "linear cross-entropy, N=2048 d=512 V=32000": "linear, 2,048 x 512 x 32,000",
+        "mixture cross-entropy, N=840 K=15 d=280 V=10000": "mixture of 15, 840 x 280 x 10,000",
+    },
 }
 """the cases of the overview; the page of tables has all"""
 
@@ -164,47 +166,39 @@ def verdicts(suites: Suites) -> str:
     """Time and memory of everyone in the main cases, and who is faster."""
     blocks = []
     for title, cases in (("GPU", suites.gpu), ("CPU", suites.cpu)):
-        shown = [cases[name] for name in SHOWN[title] if name in cases]
-        rows = [row for case in shown if (row := _verdict_row(case))]
+        shown = [(cases[name], label) for name, label in SHOWN[title].items() if name in cases]
+        rows = [row for case, label in shown if (row := _verdict_row(case, label))]
         if not rows:
             continue
         names = [name for name in OTHERS if any(costs[name] for _, costs, _, _ in rows)]
-        cells = [[label, words, ours, *(costs[name] or NONE for name in names)] for label, costs, ours, words in rows]
-        table = markdown_table(("case", "verdict", "ours", *names), "l" * (len(names) + 3), cells)
-        blocks.append(f"### On a {title}\n\n{places(shown)}.\n\n{table}\n")
+        cells = [[label, ours, *(costs[name] or NONE for name in names), words] for label, costs, ours, words in rows]
+        table = markdown_table(("case", "ours", *names, "verdict"), "l" * (len(names) + 3), cells)
+        blocks.append(f"**On a {title}.** {places(case for case, _ in shown)}.\n\n{table}\n")
     return "\n".join(blocks) or NO_RECORDS
 
 
-def _verdict_row(case: CaseResult) -> tuple[str, dict[str, str], str, str] | None:
+def _verdict_row(case: CaseResult, label: str) -> tuple[str, dict[str, str], str, str] | None:
     others = {name: first_of(case, rows) for name, rows in OTHERS.items()}
     ours = ours_of(case)
     rivals = {name: m for name, m in others.items() if m is not None}
     if ours is None or not rivals:
         return None
-    costs = {name: "" if m is None else cost_text(m) for name, m in others.items()}
-    note = "" if ours.implementation in OURS else f" ({_member(ours)})"
-    return _title(case), costs, f"**{cost_text(ours)}**{note}", verdict(ours, rivals)
+    costs = {name: "" if m is None else _two_lines(m) for name, m in others.items()}
+    note = "" if ours.implementation in OURS else f"<br>({_member(ours)})"
+    return label, costs, f"**{_two_lines(ours)}**{note}", verdict(ours, rivals)
 
 
-def _title(case: CaseResult) -> str:
-    """The name of a case with sizes that are read easily."""
-    return escaped(re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", case.name))
+def _two_lines(m: Measurement) -> str:
+    """Time above memory, neither of them broken."""
+    return cost_text(m).replace(", ", "<br>").replace(" ms", "&nbsp;ms").replace(" MiB", "&nbsp;MiB")
 
 
 def verdict(ours: Measurement, rivals: Mapping[str, Measurement]) -> str:
-    """Who is faster, and by how much; and whose memory is a fraction of whose."""
+    """Whether ours is faster than the fastest of the others, and the ratio of their times."""
     fastest = min(rivals, key=lambda name: rivals[name].milliseconds)
     ratio = ours.milliseconds / rivals[fastest].milliseconds
-    if ratio < 1.0 - LEVEL:
-        words = f"faster than {fastest}: {ratio:.2f}x its time"
-    elif ratio <= 1.0 + LEVEL:
-        words = f"level with {fastest}: {ratio:.2f}x its time"
-    else:
-        words = f"**slower** than {fastest}: {ratio:.2f}x its time"
-    theirs = rivals[fastest].peak_mib
-    if theirs is not None and ours.peak_mib is not None and theirs >= 10.0:
-        words += f", {ours.peak_mib / theirs:.2f}x its memory"
-    return words
+    words = "faster" if ratio < 1.0 - LEVEL else "level" if ratio <= 1.0 + LEVEL else "**slower**"
+    return f"{words}: {ratio:.2f}x of {fastest}"
 
 
 def _member(m: Measurement) -> str:
@@ -268,25 +262,18 @@ def _short(case: CaseResult) -> str:
 
 
 def targets_met(suites: Suites) -> str:
-    """How many targets are met, and each that is not."""
-    judged = [
-        (case, m, targets.verdict(m, case.by_name))
-        for cases in (suites.gpu, suites.cpu, suites.huggingface)
-        for case in cases.values()
-        for m in case.rows
-        if any(not clause.is_aim for clause in targets.clauses(m.target))
+    """How many targets are met, and, folded away, each that is not."""
+    rows = [
+        row for cases in (suites.gpu, suites.cpu, suites.huggingface) for case in cases.values() for row in judged(case)
     ]
-    if not judged:
+    if not rows:
         return NO_RECORDS
-    missed = [(case, m, words) for case, m, words in judged if words.startswith("no:")]
-    lines = [f"{len(judged) - len(missed)} of {len(judged)} targets are met; these are not:", ""]
-    lines += [
-        f"- {_title(case)}: {escaped(m.implementation)} takes {cost_text(m)} ({m.ratio:.2f}x of the baseline); "
-        f"the target is {_missed(words)}"
-        for case, m, words in missed
-    ]
-    return "\n".join(lines if missed else [f"All {len(judged)} targets are met."]) + "\n"
-
-
-def _missed(words: str) -> str:
-    return escaped(words.removeprefix("no: ").split(";")[0].replace("<=", "≤"))
+    missed = [row for row in rows if row[-1].startswith("no:")]
+    if not missed:
+        return f"All {len(rows)} targets are met.\n"
+    cells = [[name, implementation, f"{ms} ms", ratio, met] for name, implementation, ms, ratio, *_, met in missed]
+    table = markdown_table(("case", "implementation", "time", "ratio", "target missed"), "lllll", cells)
+    return (
+        f"{len(rows) - len(missed)} of {len(rows)} targets are met.\n\n"
+        f"<details markdown>\n<summary>The {len(missed)} that are not</summary>\n\n{table}\n\n</details>\n"
+    )

@@ -178,7 +178,7 @@ FEW_CASES = 6
 
 def summary_text(cases: Sequence[CaseResult]) -> str:
     """Every target of a suite in one table."""
-    rows = [row for case in cases for row in _judged(case)]
+    rows = [row for case in cases for row in judged(case)]
     met = sum(row[-1].startswith("yes") for row in rows)
     missed = sum(row[-1].startswith("no:") for row in rows)
     unknown = len(rows) - met - missed
@@ -187,7 +187,7 @@ def summary_text(cases: Sequence[CaseResult]) -> str:
     return f"### All targets\n\n{title}\n\n" + markdown_table(heads, "llrrrrll", rows)
 
 
-def _judged(case: CaseResult) -> Iterator[tuple[str, ...]]:
+def judged(case: CaseResult) -> Iterator[tuple[str, ...]]:
     rows = [m for m in case.rows if any(not clause.is_aim for clause in targets.clauses(m.target))]
     verdicts = {m.implementation: _signs(targets.verdict(m, case.by_name)) for m in rows}
     if case.grows and rows:

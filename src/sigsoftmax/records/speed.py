@@ -44,6 +44,8 @@ class Measurement:
     """of the thread of any of these kernels"""
     spilled_bytes: int | None = None
     """of the thread of that kernel which spills most"""
+    exchanged_bytes: int | None = None
+    """what one process hands to torch.distributed in a step"""
 
     @property
     def subject(self) -> Hashable:
