@@ -34,7 +34,8 @@ def sigsoftmax(folder: Path, *arguments: str) -> None:
 
 def demo_page(folder: Path) -> Path:
     sigsoftmax(folder, "demo", "--out", "demo")
-    return next((folder / "demo").glob("*.html"))
+    sigsoftmax(folder, "report", "demo", "-o", "demo.html")
+    return folder / "demo.html"
 
 
 def audit_page(folder: Path) -> Path:
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         picture(given.report or demo_page(Path(folder)), "", given.out / "report.webp")
-        picture(given.audit or audit_page(Path(folder)), "audit", given.out / "audit.webp")
+        picture(given.audit or audit_page(Path(folder)), "audits", given.out / "audit.webp")
     return 0
 
 

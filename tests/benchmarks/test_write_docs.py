@@ -102,6 +102,33 @@ def test_the_table(book):
     assert "9 rounds." in book.lines()
 
 
+def test_equal_options_are_compared_where_the_baseline_has_another(book):
+    baseline = "torch softmax with label smoothing"
+    rows = {"torch softmax": 0.159, baseline: 0.599, "ours softmax": 0.229, "ours softmax with label smoothing": 0.236}
+    book.record(*(made_up(name, milliseconds=ms, baseline=baseline) for name, ms in rows.items()))
+    book.run()
+    text = "\n".join(book.lines())
+    assert "ours softmax takes 1.44x as long as torch softmax (0.229 against 0.159 ms)" in text
+
+
+def test_the_commit_and_the_libraries_are_named(book):
+    libraries = ("triton 3.6.0", "liger-kernel 0.8.5")
+    place = dataclasses.replace(PLACE, commit="0123456789", clean=False, libraries=libraries)
+    book.record(made_up(), OURS, place=place)
+    book.run()
+    text = "\n".join(book.lines())
+    for part in ("triton 3.6.0, liger-kernel 0.8.5", "commit 0123456, modified"):
+        assert part in text
+
+
+def test_a_record_without_a_commit_says_so(book):
+    book.record(made_up(), OURS)
+    book.run()
+    text = "\n".join(book.lines())
+    assert "commit not recorded" in text
+    assert "versions of other libraries not recorded" in text
+
+
 def test_where_and_how_it_was_measured(book):
     book.record(made_up(), OURS)
     book.run()

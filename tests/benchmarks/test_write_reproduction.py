@@ -1,0 +1,91 @@
+"""Tables of the reproduction: controls beside sigsoftmax, ranks beside thresholds and losses."""
+
+import math
+from pathlib import Path
+
+import write_reproduction
+from write_reproduction import CONTROL_EPOCH, CONTROL_SEEDS, Records
+
+from sigsoftmax.records import Payload, Record, append
+from sigsoftmax.records.model_spectra import ModelSpectrum
+from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.records.training import EpochRecord, RunIdentity
+
+
+def identity(recipe: str, seed: int) -> RunIdentity:
+    return RunIdentity(
+        recipe=recipe,
+        phase="train",
+        head=recipe.removeprefix("ptb-"),
+        corpus="ptb",
+        corpus_checksum="",
+        seed=seed,
+        precision="bf16",
+        parameters=1,
+    )
+
+
+def epoch(recipe: str, seed: int, perplexity: float, number: int = CONTROL_EPOCH) -> EpochRecord:
+    loss = math.log(perplexity)
+    return EpochRecord(
+        run=identity(recipe, seed),
+        epoch=number,
+        optimizer="sgd",
+        updates=1,
+        train_loss=loss,
+        train_loss_parts=(),
+        valid_loss=loss,
+        valid_loss_over_rows=loss,
+        is_best=True,
+        seconds_training=1.0,
+        seconds_validation=1.0,
+    )
+
+
+def read(folder: Path, *payloads: Payload) -> Records:
+    append(folder / "ptb.jsonl", [Record.of(payload) for payload in payloads])
+    return Records(folder)
+
+
+def row_of(text: str, beginning: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {beginning}"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_controls_are_paired_by_seed_and_missing_ones_say_so(tmp_path: Path) -> None:
+    softmax = [epoch("ptb-softmax", seed, 80.0 + place) for place, seed in enumerate(CONTROL_SEEDS)]
+    ahead = [epoch("ptb-sigsoftmax", seed, (80.0 + place) / 1.02) for place, seed in enumerate(CONTROL_SEEDS)]
+    early = epoch("ptb-gss-0", CONTROL_SEEDS[0], 300.0, number=1)
+    text = write_reproduction.controls(read(tmp_path, *softmax, *ahead, early))
+    assert row_of(text, "softmax |")[1:5] == ["80.00", "81.00", "82.00", "81.00"]
+    # The same ratio with every seed: the difference of losses does not vary.
+    assert row_of(text, "sigsoftmax")[-1] == "-0.0198 (-0.0198 to -0.0198)"
+    assert row_of(text, "softmax(alpha=1.5)")[1:4] == ["not yet run"] * 3
+    # A run that has not come so far does not count.
+    assert row_of(text, "gss(k=0)")[1:4] == ["not yet run"] * 3
+
+
+def test_a_single_pair_has_no_interval(tmp_path: Path) -> None:
+    seed = CONTROL_SEEDS[0]
+    text = write_reproduction.controls(read(tmp_path, epoch("ptb-softmax", seed, 80.0), epoch("ptb-gss-0", seed, 82.0)))
+    assert row_of(text, "gss(k=0)")[-1] == "+0.0247 (one seed)"
+
+
+def test_no_rank_stands_alone(tmp_path: Path) -> None:
+    spectrum = Spectrum(
+        source="a model",
+        words=10,
+        contexts=20,
+        singular_values=tuple(10.0**-place for place in range(10)),
+        dtype="float32",
+        value_error=1e-8,
+    )
+    model = ModelSpectrum(run=identity("ptb-softmax", 141), split="test", spectrum=spectrum)
+    text = write_reproduction.ranks(read(tmp_path, epoch("ptb-softmax", 141, 80.0), model))
+    header = row_of(text, "model")
+    cells = dict(zip(header, row_of(text, "ptb-softmax, seed 141"), strict=True))
+    assert cells["valid loss in nats (perplexity)"] == "4.382 (80.0)"
+    # By the threshold: 3.3e-7, 2.4e-6, 4.4e-15 and the noise floor of 2e-8, relative to the largest.
+    assert (cells["press32"], cells["numpy32"], cells["noise"]) == ("7", "6", "8")
+    assert cells["numpy64"] == "below the noise floor"
+    assert cells["noise floor / largest"] == "2.0e-08"
