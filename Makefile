@@ -61,7 +61,6 @@ bench-gpu: $(VENV)/.installed-dev ## speed, memory and gradient errors on a CUDA
 bench-docs: $(VENV)/.installed-dev ## tables and pictures of speed and memory on all pages, from benchmarks/records
 	$(BIN)/python benchmarks/write_docs.py $(ARGS)
 	$(BIN)/python benchmarks/write_docs.py --records benchmarks/records/huggingface --page docs/huggingface.md $(ARGS)
-	$(BIN)/python benchmarks/write_docs.py --records benchmarks/records/distributed --page docs/distributed.md $(ARGS)
 	$(BIN)/python benchmarks/write_overview.py $(ARGS)
 	$(BIN)/python benchmarks/classifiers.py --docs $(ARGS)
 	$(BIN)/python benchmarks/write_choosing.py $(ARGS)

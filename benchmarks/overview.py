@@ -39,13 +39,19 @@ class Suites:
     gpu: Mapping[str, CaseResult]
     cpu: Mapping[str, CaseResult]
     huggingface: Mapping[str, CaseResult] = field(default_factory=dict)
+    distributed: Mapping[str, CaseResult] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path = RECORDS) -> Suites:
         def of(path: Path) -> dict[str, CaseResult]:
             return {case.name: case for case in read_cases(path)} if path.is_file() else {}
 
-        return cls(of(folder / "gpu.jsonl"), of(folder / "cpu.jsonl"), of(folder / "huggingface" / "steps.jsonl"))
+        return cls(
+            gpu=of(folder / "gpu.jsonl"),
+            cpu=of(folder / "cpu.jsonl"),
+            huggingface=of(folder / "huggingface" / "steps.jsonl"),
+            distributed=of(folder / "distributed" / "cpu.jsonl"),
+        )
 
 
 def first_of(case: CaseResult, names: Iterable[str]) -> Measurement | None:
@@ -256,6 +262,30 @@ def _short(case: CaseResult) -> str:
     kind = "linear loss" if "linear" in case.name else "loss of logits"
     dtype = "bf16" if "bf16" in case.name else "float32"
     return f"{kind}, {dtype}, {sizes}"
+
+
+# --- several processes --------------------------------------------------------------------------------------------
+
+
+def exchange(suites: Suites) -> str:
+    """Bytes and time of vocabulary-parallel losses beside one process and beside gathered logits."""
+    rows = [
+        [
+            case.name.replace(" over gloo", ""),
+            m.implementation,
+            f"{m.exchanged_bytes:,}" if m.exchanged_bytes else NONE,
+            NONE if m.peak_mib is None else f"{mib_text(m.peak_mib)} MiB",
+            f"{milliseconds_text(m.milliseconds)} ms",
+            "{:.2f} ({:.2f} to {:.2f})".format(m.ratio, *m.ratio_quartiles),
+        ]
+        for case in suites.distributed.values()
+        for m in case.rows
+    ]
+    if not rows:
+        return NO_RECORDS
+    heads = ("case", "implementation", "bytes exchanged", "memory", "time", "ratio (quartiles)")
+    place = f"{places(suites.distributed.values())}. The command: `python benchmarks/exchange.py`.\n\n"
+    return place + markdown_table(heads, "llrrrr", rows) + "\n"
 
 
 # --- targets ------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
     given = parser.parse_args(arguments)
     made = parts(Fits.read(RESULTS / "capacity"), Suites.read(), Records(RESULTS))
-    return rewritten(PAGE, lambda name: made[name](), check=given.check, advice="run make choosing-docs")
+    return rewritten(PAGE, made, check=given.check, advice="run make choosing-docs")
 
 
 if __name__ == "__main__":

@@ -428,10 +428,18 @@ def run(folder: Path, page: Path, *, check: bool) -> list[str]:
     return stale
 
 
-def rewritten(page: Path, part_of: Callable[[str], str], *, check: bool, advice: str) -> int:
-    """Put every generated part of a page anew, by its name; or only say, and return 1, if that would change it."""
+def rewritten(page: Path, parts: Mapping[str, Callable[[], str]], *, check: bool, advice: str) -> int:
+    """Put the parts of a page that ``parts`` names anew; or only say, and return 1, if that would change it.
+
+    Parts of another name belong to another script.
+    """
     before = page.read_text(encoding="utf-8")
-    after = PART.sub(lambda part: f"{part['begin']}{part_of(part['suite'])}{part['end']}", before)
+
+    def anew(part: re.Match[str]) -> str:
+        make = parts.get(part["suite"])
+        return part[0] if make is None else f"{part['begin']}{make()}{part['end']}"
+
+    after = PART.sub(anew, before)
     if not check:
         page.write_text(after, encoding="utf-8")
     elif before != after:

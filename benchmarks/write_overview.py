@@ -1,6 +1,6 @@
-"""Make the tables and the picture of README.md and docs/benchmarks.md from the records: part of `make bench-docs`.
+"""Make the tables and the picture of README.md, docs/benchmarks.md and docs/distributed.md: part of `make bench-docs`.
 
-Both pages are written by hand but for what stands between `<!-- generated: NAME -->` and `<!-- end -->`. `--check`
+The pages are written by hand but for what stands between `<!-- generated: NAME -->` and `<!-- end -->`. `--check`
 writes nothing and exits with 1 if a page or the picture is not what the records give.
 """
 
@@ -33,7 +33,7 @@ from write_reproduction import (
 from sigsoftmax import family
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "distributed.md")
 PICTURE = ROOT / "docs" / "images" / "time-memory.png"
 NOTES = {
     "softmax": "`alpha` is the control for a change of scale",
@@ -100,6 +100,7 @@ def parts(suites: Suites, records: Records) -> dict[str, Callable[[], str]]:
         "peers-place": lambda: _place(suites),
         "verdicts": lambda: overview.verdicts(suites),
         "prices": lambda: overview.prices(suites),
+        "exchange": lambda: overview.exchange(suites),
         "targets": lambda: overview.targets_met(suites),
         "members": lambda: members(suites),
         "paper": lambda: paper(records),
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = parts(suites, Records(RESULTS))
     stale = 0
     for page in PAGES:
-        stale |= rewritten(page, lambda name: made[name](), check=given.check, advice="run make bench-docs")
+        stale |= rewritten(page, made, check=given.check, advice="run make bench-docs")
     panels = time_memory.panels(suites)
     if panels and drawn_from(PICTURE) != digest(panels):
         if given.check:

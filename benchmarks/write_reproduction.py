@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from write_docs import NO_RECORDS, rewritten
@@ -302,9 +303,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
     arguments = parser.parse_args()
     records = Records(RESULTS)
-    return rewritten(
-        PAGE, lambda name: PARTS[name](records), check=arguments.check, advice="run make reproduction-docs"
-    )
+    parts = {name: partial(part, records) for name, part in PARTS.items()}
+    return rewritten(PAGE, parts, check=arguments.check, advice="run make reproduction-docs")
 
 
 if __name__ == "__main__":

@@ -215,6 +215,29 @@ def test_tables_are_what_the_records_give(script: str, monkeypatch: pytest.Monke
     assert importlib.import_module(script).main() == 0
 
 
+def test_every_generated_part_is_made_by_some_script() -> None:
+    """A misspelt name would never be made anew."""
+    overview, choosing, reproduction, transcripts = (
+        importlib.import_module(f"write_{name}") for name in ("overview", "choosing", "reproduction", "transcripts")
+    )
+    fits = importlib.import_module("capacity_tables").Fits({})
+    suites = importlib.import_module("overview").Suites({}, {})
+    records = reproduction.Records(ROOT / "no-such-folder")
+    made = {
+        "README.md": set(overview.parts(suites, records)),
+        "docs/benchmarks.md": set(overview.parts(suites, records)),
+        "docs/distributed.md": set(overview.parts(suites, records)),
+        "docs/choosing.md": set(choosing.parts(fits, suites, records)),
+        "docs/reproduction.md": set(reproduction.PARTS),
+    }
+    for transcript in transcripts.TRANSCRIPTS:
+        made.setdefault(transcript.page, set()).add(transcript.name)
+    for page, names in made.items():
+        found = re.findall(r"<!-- generated: ([\w-]+) -->", (ROOT / page).read_text(encoding="utf-8"))
+        assert found, page
+        assert set(found) <= names, page
+
+
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
