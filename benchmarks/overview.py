@@ -89,7 +89,7 @@ PEAKED = {
 
 
 FEATURES = (
-    ("other output functions", "write them", "write them", "softcap", "softcap", "seven, and your own"),
+    ("other output functions", "write them", "write them", "softcap", "softcap", "six, and your own"),
     ("mixtures of them", "write them", "write them", "no", "no", "yes, in chunks"),
     ("Hugging Face models", "their own loss", "their own loss", "patch", "patch", "patch"),
     ("vocabulary over processes", "of logits", "of logits", "of logits", "linear loss", "linear loss, mixtures"),

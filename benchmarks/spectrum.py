@@ -280,11 +280,13 @@ def figures_table(folder: Path) -> str:
                 runs.setdefault((part.case, device), {})[part.implementation] = part
             elif record.kind == RankBounds.KIND:
                 bounds = record.payload_as(RankBounds)
-                answers[bounds.source, device] = f"{bounds.lower} to {bounds.upper}"
+                answers[bounds.source, device] = f"press32 {bounds.lower} to {bounds.upper}"
             else:
                 spectrum = record.payload_as(Spectrum)
-                answers[spectrum.source, device] = str(spectrum.press32_rank)
-    rows = ["| what | where | rank (press32) | total | of it | peak memory |", "|---|---|---|---|---|---|"]
+                counts = (f"{rule} {spectrum.count(rule).text}" for rule in ("press32", "numpy32", "noise"))
+                floor = f"noise floor {spectrum.noise_floor / spectrum.largest:.0e} of the largest"
+                answers[spectrum.source, device] = f"{', '.join(counts)}; {floor}"
+    rows = ["| what | where | rank, by threshold | total | of it | peak memory |", "|---|---|---|---|---|---|"]
     for (case, device), parts in runs.items():
         total = parts["total"]
         shares = ", ".join(

@@ -31,6 +31,7 @@ from write_reproduction import (
 )
 
 from sigsoftmax import family
+from sigsoftmax.records.spectra import Spectrum
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "distributed.md")
@@ -82,7 +83,7 @@ def paper(records: Records) -> str:
         perplexities = [exp(loss) for loss in losses]
         spread = f" ± {statistics.stdev(perplexities):.2f}" if len(perplexities) > 1 else ""
         spectrum = next((m.spectrum for m in records.spectra if m.run.recipe == recipe), None)
-        ranks = ("", "") if spectrum is None else (spectrum.count(rule).text for rule in ("press32", "numpy32"))
+        ranks = ["", ""] if spectrum is None else [_rank(spectrum, rule) for rule in ("press32", "numpy32")]
         shown = f"{statistics.fmean(perplexities):.2f}{spread}" if losses else "not yet run"
         rows.append([words, shown, *ranks])
     heads = (
@@ -92,6 +93,11 @@ def paper(records: Records) -> str:
         "rank, numpy's rule in float32",
     )
     return markdown_table(heads, "lrrr", rows) + "\n"
+
+
+def _rank(spectrum: Spectrum, rule: str) -> str:
+    rank = spectrum.count(rule).rank
+    return "below the noise floor" if rank is None else f"{rank:,}"
 
 
 def parts(suites: Suites, records: Records) -> dict[str, Callable[[], str]]:

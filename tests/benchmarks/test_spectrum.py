@@ -31,8 +31,8 @@ def test_tiny_cases_make_records_and_a_table(tmp_path):
         assert total.peak_mib > 50
     table = script.figures_table(tmp_path)
     assert table.count("\n") == 4
-    assert "| 22 |" in table
-    assert "| 22 to 22 |" in table
+    assert "| press32 22, numpy32 22, noise 22; noise floor " in table
+    assert "| press32 22 to 22 |" in table
 
 
 def test_the_page_has_a_place_for_the_table():
