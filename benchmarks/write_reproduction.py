@@ -262,7 +262,7 @@ def ranks(records: Records) -> str:
     for m in records.spectra:
         spectrum = m.spectrum
         counts = [
-            "below the noise floor" if (count := spectrum.count(rule)).rank is None else f"{count.rank:,}"
+            "below noise" if (count := spectrum.count(rule)).rank is None else f"{count.rank:,}"
             for rule in RANK_RULES
         ]
         epochs = records.curves.get((m.run.recipe, m.run.precision, m.run.seed), {})
