@@ -36,6 +36,7 @@ POINTERS = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.bool: "*i1",
+    torch.float64: "*fp64",
 }
 
 
@@ -92,31 +93,40 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 class Signature(NamedTuple):
-    types: dict[str, str]
-    constants: dict[str, Any]
+    types: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], list[list[Any]]]
 
 
 def signature(launch: Launch) -> Signature:
-    types: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for i, parameter in enumerate(launch.kernel.params):
-        name, value = parameter.name, launch.values[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
-            types[name], constants[name] = "constexpr", value
-        elif isinstance(value, Tensor):
-            types[name] = POINTERS[value.dtype]
-            # As if all memory began at an aligned address, which that of torch does.
-            if value.storage_offset() * value.element_size() % 16 == 0:
-                attributes[i,] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            types[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
-                attributes[i,] = [["tt.divisibility", 16]]
+    """What Triton compiles a launch for. Constants and attributes are found by the place of the argument."""
+    found = Signature({}, {}, {})
+    for place, parameter in enumerate(launch.kernel.params):
+        value = launch.values[parameter.name]
+        if parameter.is_constexpr:
+            found.types[parameter.name], found.constants[place,] = "constexpr", value
         else:
-            types[name] = "fp32"
-    return Signature(types, constants, attributes)
+            found.types[parameter.name] = _type_of(value, (place,), found)
+    return found
+
+
+def _type_of(value: Any, place: tuple[int, ...], found: Signature) -> Any:
+    """The type of an argument, whose constants and attributes are added to what was found."""
+    if isinstance(value, tuple):
+        return tuple(_type_of(item, (*place, index), found) for index, item in enumerate(value))
+    if value is None or (isinstance(value, int) and value == 1):
+        found.constants[place] = value
+        return "constexpr"
+    if isinstance(value, Tensor):
+        # As if all memory began at an aligned address, which that of torch does.
+        if value.storage_offset() * value.element_size() % 16 == 0:
+            found.attributes[place] = [["tt.divisibility", 16]]
+        return POINTERS[value.dtype]
+    if isinstance(value, int):
+        if value % 16 == 0:
+            found.attributes[place] = [["tt.divisibility", 16]]
+        return "i32" if abs(value) < 2**31 else "i64"
+    return "fp32"
 
 
 def variants(launches: list[Launch]) -> dict[str, Launch]:

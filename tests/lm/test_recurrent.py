@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sigsoftmax.lm.recurrent import LstmStack
+from sigsoftmax.lm.regularization import WeightDrop
 
 
 def stack_of(inputs=5, hidden=(7, 6), seed=0):
@@ -58,7 +59,7 @@ def test_weight_drop_acts_from_the_second_step_on():
     def masked(seed):
         generator = torch.Generator().manual_seed(seed)
         masks = [
-            torch.empty(4 * layer.hidden, layer.hidden).bernoulli_(0.5, generator=generator) * 2
+            WeightDrop(torch.rand(4 * layer.hidden, layer.hidden, generator=generator) < 0.5, 2.0)
             for layer in stack.in_order()
         ]
         return run(stack, x, weight_masks=masks)[0]
@@ -72,9 +73,9 @@ def test_weight_drop_acts_from_the_second_step_on():
 def test_the_gradient_reaches_the_raw_matrix_through_the_mask():
     stack, x = stack_of(hidden=(6,)), torch.randn(6, 4, 5)
     layer = stack.in_order()[0]
-    mask = torch.zeros(24, 6)
-    mask[:, :3] = 2.0
-    run(stack, x, weight_masks=[mask], hidden_masks=[])[0].square().sum().backward()
+    kept = torch.zeros(24, 6, dtype=torch.bool)
+    kept[:, :3] = True
+    run(stack, x, weight_masks=[WeightDrop(kept, 2.0)], hidden_masks=[])[0].square().sum().backward()
     gradient = layer.weight_hh.grad
     assert gradient[:, :3].abs().min() > 0.0
     assert (gradient[:, 3:] == 0.0).all()
@@ -82,7 +83,7 @@ def test_the_gradient_reaches_the_raw_matrix_through_the_mask():
 
 def test_a_mask_of_ones_changes_nothing():
     stack, x = stack_of(), torch.randn(6, 4, 5)
-    ones = [torch.ones_like(layer.weight_hh) for layer in stack.in_order()]
+    ones = [WeightDrop(torch.ones_like(layer.weight_hh, dtype=torch.bool), 1.0) for layer in stack.in_order()]
     torch.testing.assert_close(run(stack, x, weight_masks=ones)[0], run(stack, x)[0])
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigsoftmax.lm.config import ModelConfig
-from sigsoftmax.lm.regularization import draw_masks, penalties
+from sigsoftmax.lm.regularization import MaskSampler, draw_masks, penalties
 
 CONFIG = ModelConfig(
     head="moss(K=3)",
@@ -30,7 +30,7 @@ def test_every_mask_has_its_shape():
     assert [mask.shape for mask in masks.hidden_1BH] == [(1, 5, 12), (1, 5, 14)]
     assert masks.output_1BH.shape == (1, 5, 16)
     assert masks.latent_1BKD.shape == (1, 5, 30)
-    assert [mask.shape for mask in masks.weights_4HH] == [(48, 12), (56, 14), (64, 16)]
+    assert [drop.kept_4HH.shape for drop in masks.weights_4HH] == [(48, 12), (56, 14), (64, 16)]
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,24 @@ def test_kept_values_are_scaled_so_that_the_mean_is_one(name, rate):
 
 
 def test_weight_masks_drop_single_elements():
-    mask = masks_of(ModelConfig(embedding=80, hidden=(80,), weight_drop=0.5)).weights_4HH[0]
-    assert (mask == 0.0).double().mean() == pytest.approx(0.5, abs=0.02)
-    assert (mask == 0.0).any(0).all()
-    assert (mask != 0.0).any(0).all()
+    drop = masks_of(ModelConfig(embedding=80, hidden=(80,), weight_drop=0.25)).weights_4HH[0]
+    assert drop.kept_4HH.dtype == torch.bool
+    assert drop.scale == pytest.approx(1.0 / 0.75)
+    assert drop.kept_4HH.double().mean() == pytest.approx(0.75, abs=0.02)
+    assert not drop.kept_4HH.all(0).any()
+    assert drop.kept_4HH.any(0).all()
+    applied = drop.applied_to(torch.full((320, 80), 3.0))
+    torch.testing.assert_close(applied, torch.where(drop.kept_4HH, 4.0, 0.0))
+
+
+def test_masks_of_layers_have_the_dtype_of_the_lstm_and_those_of_the_embedding_do_not():
+    sampler = MaskSampler(CONFIG, words=1000, batch=5, device=torch.device("cpu"), dtype=torch.bfloat16)
+    masks, exact = sampler.draw(torch.Generator().manual_seed(3)), masks_of(seed=3)
+    for name in ("words_V", "input_1BD"):
+        assert torch.equal(getattr(masks, name), getattr(exact, name))
+    for name in ("output_1BH", "latent_1BKD"):
+        assert torch.equal(getattr(masks, name), getattr(exact, name).bfloat16())
+    assert torch.equal(masks.hidden_1BH[1], exact.hidden_1BH[1].bfloat16())
 
 
 def test_a_rate_of_zero_draws_nothing():
@@ -64,7 +78,7 @@ def test_a_rate_of_zero_draws_nothing():
 def test_masks_follow_the_generator():
     first, again, other = masks_of(seed=1), masks_of(seed=1), masks_of(seed=2)
     assert torch.equal(first.input_1BD, again.input_1BD)
-    assert not torch.equal(first.weights_4HH[0], other.weights_4HH[0])
+    assert not torch.equal(first.weights_4HH[0].kept_4HH, other.weights_4HH[0].kept_4HH)
 
 
 def test_penalties_by_hand():

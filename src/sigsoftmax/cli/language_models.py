@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["add_changes", "add_resources", "add_verbs", "resources"]
 
 PRECISIONS = ("float32", "tf32", "bf16")
+EVALUATION_PRECISIONS = ("float32", "tf32")
 SPLITS = ("valid", "test")
 PARALLEL = ("ddp", "fsdp", "vocabulary")
 
@@ -40,11 +41,21 @@ def add_resources(parser: Parser, *, device: str = "cuda where there is one", at
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="float32", help="of training on a GPU (default: float32)"
     )
+    _add_evaluation_precision(parser, "--evaluation-precision", "of validation and test on a GPU")
     parser.add_argument(
         "--at-once",
         type=int,
         metavar="N",
         help=f"runs that share the device; on a CPU each in a process of one thread (default: {at_once})",
+    )
+
+
+def _add_evaluation_precision(parser: Parser, option: str, what: str) -> None:
+    parser.add_argument(
+        option,
+        dest="evaluation_precision",
+        choices=EVALUATION_PRECISIONS,
+        help=f"{what}: IEEE float32, or TF32 products of float32 weights and states (default: tf32)",
     )
 
 
@@ -71,6 +82,7 @@ def resources(arguments: argparse.Namespace, *, device: str | None = None, at_on
         data=getattr(arguments, "data", None),
         device=arguments.device or device or default_device(),
         precision=getattr(arguments, "precision", "float32"),
+        evaluation_precision=getattr(arguments, "evaluation_precision", None),
         at_once=at_once if getattr(arguments, "at_once", None) is None else arguments.at_once,
         parallel=getattr(arguments, "parallel", None),
     )
@@ -202,8 +214,8 @@ def _add_evaluation(verbs: Verbs) -> None:
         "evaluate",
         _evaluate,
         summary="perplexity of a checkpoint",
-        description="Evaluates in float32 with the state carried over the whole text, and records the result beside\n"
-        "the checkpoint. On text of your own (--data) nothing is recorded.",
+        description="Evaluates with the state carried over the whole text, and records the result beside the\n"
+        "checkpoint. On text of your own (--data) nothing is recorded.",
         example="evaluate runs/ptb-sigsoftmax/141/finetune/best.safetensors --split test",
     )
     _add_checkpoint(evaluate)
@@ -213,6 +225,7 @@ def _add_evaluation(verbs: Verbs) -> None:
     )
     evaluate.add_argument("--data", type=Path, metavar="FOLDER", help="of the corpus")
     add_device(evaluate)
+    _add_evaluation_precision(evaluate, "--precision", "on a GPU")
 
     dynamic = verbs.add(
         "dynamic-eval",

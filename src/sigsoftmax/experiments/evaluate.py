@@ -11,8 +11,10 @@ from pathlib import Path
 from sigsoftmax.experiments.display import perplexity_text
 from sigsoftmax.experiments.folder_locks import FolderLock
 from sigsoftmax.experiments.runs import Resources, Run, checkpoint_file, run_folder, text_of
+from sigsoftmax.lm.config import Precision
 from sigsoftmax.lm.data import Corpus, Split, batchify
 from sigsoftmax.lm.evaluation import evaluate
+from sigsoftmax.lm.precision import resolve_evaluation_precision
 from sigsoftmax.lm.saved_models import LoadedModel, load_model
 from sigsoftmax.lm.training import resolve_device
 from sigsoftmax.records import Environment, Record, append, read
@@ -67,7 +69,7 @@ def _evaluations(path: Path, config: EvaluateConfig, say: Say, refusal: OSError 
     kinds = _kinds(loaded, config.splits) if config.batch is None else [(s, config.batch) for s in config.splits]
     records = []
     for split, batch in kinds:
-        record = _evaluated(loaded, corpus, split, batch)
+        record = _evaluated(loaded, corpus, split, batch, config.resources)
         if is_own and refusal is None:
             append(path.parent / FILE, Record.of(record, Environment.here(resolve_device(config.resources.device))))
         say(evaluation_line(record))
@@ -76,7 +78,7 @@ def _evaluations(path: Path, config: EvaluateConfig, say: Say, refusal: OSError 
 
 
 def evaluate_best(run: Run, corpus: Corpus, resources: Resources) -> list[EvaluationRecord]:
-    """The evaluations of a finished run, in float32; what is on record already is taken from there."""
+    """The evaluations of a finished run; what is on record already is taken from there."""
     loaded = load_model(run.best, device=resolve_device(resources.device))
     records = run.path / FILE
     known = list(_known(records)) if _is_newer(records, run.best) else []
@@ -85,10 +87,11 @@ def evaluate_best(run: Run, corpus: Corpus, resources: Resources) -> list[Evalua
         same = [
             record
             for record in known
-            if (record.run, record.split, record.batch, record.epoch) == (loaded.run, split, batch, loaded.epoch)
+            if (record.run, record.split, record.batch, record.epoch, record.precision)
+            == (loaded.run, split, batch, loaded.epoch, _precision(loaded, resources))
         ]
         if not same:
-            same = [_evaluated(loaded, corpus, split, batch)]
+            same = [_evaluated(loaded, corpus, split, batch, resources)]
             append(records, Record.of(same[0], Environment.here(resolve_device(resources.device))))
         found.append(same[-1])
     return found
@@ -98,7 +101,7 @@ def evaluation_line(record: EvaluationRecord) -> str:
     columns = f"{record.batch} column{'s' if record.batch > 1 else ''}"
     return (
         f"{record.split:5}  perplexity {perplexity_text(record.loss):>9}  loss {record.loss:.4f}  "
-        f"({record.tokens:,} tokens in {columns}; over rows, as published scripts report it: "
+        f"({record.tokens:,} tokens in {columns}, {record.precision}; over rows, as published scripts report it: "
         f"{perplexity_text(record.loss_over_rows)})"
     )
 
@@ -108,9 +111,13 @@ def _kinds(loaded: LoadedModel, splits: Iterable[Split]) -> list[tuple[Split, in
     return [(split, batch) for split in splits for batch in dict.fromkeys(batches.get(split, (1,)))]
 
 
-def _evaluated(loaded: LoadedModel, corpus: Corpus, split: Split, batch: int) -> EvaluationRecord:
-    began = time.monotonic()
-    result = evaluate(loaded.model, batchify(corpus.split(split), batch))
+def _precision(loaded: LoadedModel, resources: Resources) -> Precision:
+    return resolve_evaluation_precision(resources.evaluation_precision, loaded.model.embedding.device)
+
+
+def _evaluated(loaded: LoadedModel, corpus: Corpus, split: Split, batch: int, resources: Resources) -> EvaluationRecord:
+    began, precision = time.monotonic(), _precision(loaded, resources)
+    result = evaluate(loaded.model, batchify(corpus.split(split), batch), precision=precision)
     return EvaluationRecord(
         run=loaded.run,
         split=split,
@@ -118,6 +125,7 @@ def _evaluated(loaded: LoadedModel, corpus: Corpus, split: Split, batch: int) ->
         loss=result.loss,
         loss_over_rows=result.loss_over_rows,
         tokens=result.scored,
+        precision=precision,
         epoch=loaded.epoch,
         seconds=time.monotonic() - began,
     )

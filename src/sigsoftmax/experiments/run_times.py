@@ -26,7 +26,7 @@ from sigsoftmax.lm.evaluation import WINDOW, Evaluator
 from sigsoftmax.lm.memory import check_model_fits
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd
-from sigsoftmax.lm.precision import check_precision
+from sigsoftmax.lm.precision import check_precision, resolve_evaluation_precision
 from sigsoftmax.lm.training import resolve_device
 from sigsoftmax.lm.updates import Updater
 from sigsoftmax.lm.window_gradients import window_count
@@ -68,8 +68,8 @@ def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTi
     with _threads_of_a_run(resources, device) as sharing:
         update, model = _update_seconds(recipe, corpus, resources, device)
         update /= sharing
-        validation = _evaluation_seconds(model, corpus.valid, recipe.training.evaluation_batch) / sharing
-        one_column = _evaluation_seconds(model, corpus.valid, 1) / sharing
+        validation = _evaluation_seconds(model, corpus.valid, recipe.training.evaluation_batch, resources) / sharing
+        one_column = _evaluation_seconds(model, corpus.valid, 1, resources) / sharing
         statistics, dynamic = _dynamic_seconds(recipe, corpus, model, resources)
 
     def epoch(config: TrainingConfig) -> float:
@@ -177,14 +177,15 @@ def _update_seconds(
     return _timed(all_of_them, device) / lanes, probes[0].model
 
 
-def _evaluation_seconds(model: LanguageModel, ids_L: Tensor, batch: int) -> float:
+def _evaluation_seconds(model: LanguageModel, ids_L: Tensor, batch: int, resources: Resources) -> float:
     """Seconds of one static evaluation of a text in that many columns, from its first windows."""
     device = model.embedding.device
     text_RB = batchify(ids_L, batch)
     windows = -(-(text_RB.shape[0] - 1) // WINDOW)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with nullcontext() if stream is None else torch.cuda.stream(stream):
-        evaluator = Evaluator(model, text_RB)
+        precision = resolve_evaluation_precision(resources.evaluation_precision, device)
+        evaluator = Evaluator(model, text_RB, precision=precision)
         few = min(windows, 4)
         seconds = _timed(lambda: list(islice(evaluator.launch(), few)), device, warm_up=1, most=3)
     return seconds / few * windows

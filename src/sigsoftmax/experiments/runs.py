@@ -14,6 +14,7 @@ from sigsoftmax.lm.config import PRECISIONS, Recipe
 from sigsoftmax.lm.corpus_files import PUBLISHED
 from sigsoftmax.lm.data import Corpus
 from sigsoftmax.lm.parallel import KINDS, Kind
+from sigsoftmax.lm.precision import resolve_evaluation_precision
 from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
 from sigsoftmax.lm.saved_models import LoadedModel, check_same_corpus, load_model
 from sigsoftmax.lm.training import Phase, Trainer, resolve_device
@@ -39,6 +40,9 @@ class Resources:
     """folder of a corpus; None: where ``sigsoftmax data fetch`` puts them"""
     device: str = "cpu"
     precision: str = "float32"
+    """of training, on a GPU"""
+    evaluation_precision: str | None = None
+    """of validation and test; None: TF32 products on a GPU, float32 elsewhere"""
     at_once: int = 1
     """runs that share the device; on a CPU each in a process of one thread"""
     parallel: Kind | None = None
@@ -49,9 +53,9 @@ class Resources:
             raise ValueError(f"at_once must be at least 1, got {self.at_once}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        resolve_evaluation_precision(self.evaluation_precision, resolve_device(self.device))
         if self.parallel is not None and self.parallel not in KINDS:
             raise ValueError(f"parallel must be one of {', '.join(KINDS)}, got {self.parallel!r}")
-        resolve_device(self.device)
 
     def corpus(self, name: str) -> Corpus:
         return Corpus.load(name, self.data)
@@ -97,6 +101,7 @@ class Run:
             seed=self.seed,
             device=resources.device,
             precision=resources.precision,
+            evaluation_precision=resources.evaluation_precision,
             concurrent_runs=resources.at_once,
             parallel=resources.parallel,
         )

@@ -20,6 +20,8 @@ Precision = Literal["float32", "tf32", "bf16"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """positive numbers that float32 holds with all its digits"""
+EVALUATION_PRECISIONS: tuple[Precision, ...] = ("float32", "tf32")
+"""what validation and test run in: weights and state are float32 in both"""
 
 
 @dataclass(frozen=True, kw_only=True)

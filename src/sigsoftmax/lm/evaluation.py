@@ -17,6 +17,7 @@ from sigsoftmax.lm.config import Precision
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.parallel import Alone
 from sigsoftmax.lm.precision import arithmetic, lstm_dtype
+from sigsoftmax.lm.recurrent import carry_over
 
 __all__ = ["WINDOW", "Evaluation", "Evaluator", "evaluate"]
 
@@ -67,7 +68,7 @@ class Evaluator:
         self._states = model.zero_state(self._text_RB.shape[1], lstm_dtype(precision))
         self._row = torch.zeros((), dtype=torch.int64, device=device)
         self._total = torch.zeros((), dtype=torch.float64, device=device)
-        self._steps = torch.arange(WINDOW, device=device)
+        self._steps = torch.arange(WINDOW + 1, device=device)
         self._calls = RepeatedCalls(device, capture=capture)
 
     def launch(self) -> Iterator[None]:
@@ -88,14 +89,12 @@ class Evaluator:
 
     @torch.no_grad()
     def _window(self, length: int) -> None:
-        rows = self._row + self._steps[:length]
-        tokens, targets = self._text_RB.index_select(0, rows), self._text_RB.index_select(0, rows + 1)
+        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
+        tokens, targets = rows[:-1], rows[1:]
         with arithmetic(self._precision, self._text_RB.device):
             loss, features = self._model(tokens, targets, self._states, dtype=lstm_dtype(self._precision))
         self._total += loss.double() * tokens.numel()
-        for old, new in zip(self._states, features.states, strict=True):
-            old.hidden.copy_(new.hidden)
-            old.cell.copy_(new.cell)
+        carry_over(self._states, features.states)
         self._row += length
 
 

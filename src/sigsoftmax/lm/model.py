@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from sigsoftmax.border import is_dtensor
 from sigsoftmax.heads import Head
 from sigsoftmax.lm.config import ModelConfig
+from sigsoftmax.lm.embedding import dropped_embedding
 from sigsoftmax.lm.recurrent import LayerState, LstmStack
 from sigsoftmax.lm.regularization import Masks
 from sigsoftmax.mixture import MixtureOutputLayer
@@ -108,15 +107,10 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> Features:
         """The recurrent part; ``dtype`` is what the LSTM computes in."""
-        embedded = self._embedded(tokens_TB)
+        words_V, input_1BD = (None, None) if masks is None else (masks.words_V, masks.input_1BD)
         none = [None] * len(self.config.hidden)
-        if masks is not None:
-            if masks.words_V is not None:
-                embedded = embedded * masks.words_V[tokens_TB].unsqueeze(-1)
-            if masks.input_1BD is not None:
-                embedded = embedded * masks.input_1BD
         raw, new_states = self.stack(
-            embedded.to(dtype),
+            dropped_embedding(tokens_TB, self.embedding, words_V, input_1BD, dtype),
             states,
             hidden_masks=none[1:] if masks is None else masks.hidden_1BH,
             weight_masks=none if masks is None else masks.weights_4HH,
@@ -126,13 +120,6 @@ class LanguageModel(nn.Module):
             dropped = raw * masks.output_1BH.to(raw.dtype)
         self._latent_mask.mask = None if masks is None else masks.latent_1BKD
         return Features(raw, dropped, new_states)
-
-    def _embedded(self, tokens_TB: Tensor) -> Tensor:
-        if not is_dtensor(self.embedding):
-            return F.embedding(tokens_TB, self.embedding)
-        from sigsoftmax.lm.divided_words import embedding_of_ranks
-
-        return embedding_of_ranks(tokens_TB, self.embedding)
 
     def loss(self, features: Features, targets_TB: Tensor) -> Tensor:
         """Mean negative log-likelihood of the window, in nats."""

@@ -1,7 +1,8 @@
 """NT-ASGD: plain SGD, then SGD with a running average once validation has stopped improving.
 
 One update: clip the global norm, add the weight decay, step. All numbers that change from update to update live on the
-device, so that an update can be captured in a CUDA graph.
+device, so that an update can be captured in a CUDA graph. What plain torch does in many passes over the parameters,
+the kernels of ``kernels.sgd`` do in two.
 
 The recursion is that of ``torch.optim.ASGD`` with t0 = 0 and lambd = 0, which the published results were made with. It
 has two quirks, kept here: the step size that a window asks for is used one update late, and the first iterate is left
@@ -16,22 +17,28 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["AveragedSgd", "NonMonotonicTrigger", "clip_norm_", "joint_norm"]
+from sigsoftmax.lm import kernels
+
+__all__ = ["AveragedSgd", "NonMonotonicTrigger", "clip_norm_", "joint_squares"]
 
 # torch.nn.utils.clip_grad_norm_ has the same.
 NORM_EPSILON = 1e-6
 
 
-def joint_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all numbers together."""
-    return torch.stack(torch._foreach_norm(list(gradients))).norm()
+def joint_squares(gradients: Sequence[Tensor]) -> Tensor:
+    """Sums of squares, whose sum is the square of the norm of all numbers together."""
+    if all(map(kernels.run_on, gradients)):
+        from sigsoftmax.lm.kernels import sgd
+
+        return sgd.squares([gradient.contiguous() for gradient in gradients])
+    return torch.stack(torch._foreach_norm(list(gradients))).square()
 
 
 def clip_norm_(
-    gradients: Sequence[Tensor], longest: float, norm_of: Callable[[Sequence[Tensor]], Tensor] = joint_norm
+    gradients: Sequence[Tensor], longest: float, squares_of: Callable[[Sequence[Tensor]], Tensor] = joint_squares
 ) -> Tensor:
     """Scale gradients in place so that their joint norm is at most ``longest``; returns the norm before."""
-    norm = norm_of(gradients)
+    norm = squares_of(gradients).sum().sqrt()
     scale = (longest / (norm + NORM_EPSILON)).clamp(max=1.0)
     torch._foreach_mul_(list(gradients), scale)
     return norm
@@ -40,7 +47,8 @@ def clip_norm_(
 class AveragedSgd:
     """SGD without momentum; after :meth:`begin_averaging` also the mean of the iterates.
 
-    ``norm_of`` measures the gradients that are clipped, where these are a part of all.
+    ``squares_of`` sums the squares of the gradients of the whole model, of which these may be a part. Parameters are
+    contiguous.
     """
 
     def __init__(
@@ -49,10 +57,10 @@ class AveragedSgd:
         *,
         clip: float,
         weight_decay: float,
-        norm_of: Callable[[Sequence[Tensor]], Tensor] = joint_norm,
+        squares_of: Callable[[Sequence[Tensor]], Tensor] = joint_squares,
     ) -> None:
         self.parameters = list(parameters)
-        self.clip, self.weight_decay, self._norm_of = clip, weight_decay, norm_of
+        self.clip, self.weight_decay, self._squares_of = clip, weight_decay, squares_of
         self.averages: list[Tensor] = []
         device = self.parameters[0].device
         self._updates = torch.zeros((), dtype=torch.float64, device=device)
@@ -72,10 +80,25 @@ class AveragedSgd:
             self._updates.zero_()
 
     @torch.no_grad()
-    def update(self, gradients: Sequence[Tensor], step_size: float) -> None:
-        """One update with gradients that may be overwritten."""
+    def update(self, gradients: Sequence[Tensor], step_size: float, *, skip: Tensor | None = None) -> None:
+        """One update with gradients that may be overwritten.
+
+        ``skip`` is an error flag on the device, one int32: where it is not zero, nothing changes.
+        """
         gradients = list(gradients)
-        clip_norm_(gradients, self.clip, self._norm_of)
+        if all(map(kernels.run_on, self.parameters)):
+            self._update_by_kernels(gradients, step_size, skip)
+        elif skip is None:
+            self._update_by_torch(gradients, step_size)
+        else:
+            changed = [*self.parameters, *self.averages, self._updates, self._step_size]
+            before = [tensor.clone() for tensor in changed]
+            self._update_by_torch(gradients, step_size)
+            for tensor, old in zip(changed, before, strict=True):
+                tensor.copy_(torch.where(skip == 0, tensor, old))
+
+    def _update_by_torch(self, gradients: list[Tensor], step_size: float) -> None:
+        clip_norm_(gradients, self.clip, self._squares_of)
         if self.weight_decay:
             torch._foreach_add_(gradients, self.parameters, alpha=self.weight_decay)
         if not self.averages:
@@ -89,6 +112,24 @@ class AveragedSgd:
         for average, parameter in zip(self.averages, self.parameters, strict=True):
             average.lerp_(parameter, share)
         self._updates.add_(1.0)
+
+    def _update_by_kernels(self, gradients: list[Tensor], step_size: float, skip: Tensor | None) -> None:
+        from sigsoftmax.lm.kernels import sgd
+
+        gradients = [gradient.contiguous() for gradient in gradients]
+        sgd.update_(
+            self.parameters,
+            gradients,
+            self.averages,
+            partials=self._squares_of(gradients),
+            clip=self.clip,
+            norm_epsilon=NORM_EPSILON,
+            weight_decay=self.weight_decay,
+            step_size=step_size,
+            updates=self._updates,
+            last_step_size=self._step_size,
+            skip=skip,
+        )
 
     @torch.no_grad()
     def exchange(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.lm.model import LanguageModel
-from sigsoftmax.lm.optimization import joint_norm
+from sigsoftmax.lm.optimization import joint_squares
 
 __all__ = ["KINDS", "Alone", "Kind", "OwnColumns", "divided"]
 
@@ -81,9 +81,9 @@ class Alone:
         gradients, self._gradients = self._gradients, []
         return gradients
 
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of the gradients of the whole model."""
-        return joint_norm(gradients)
+    def squares(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Sums of squares of the gradients of the whole model, which sum to the square of their norm."""
+        return joint_squares(gradients)
 
     # --- numbers --------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from sigsoftmax.lm.config import PRECISIONS, Precision
+from sigsoftmax.lm.config import EVALUATION_PRECISIONS, PRECISIONS, Precision
 
-__all__ = ["arithmetic", "check_precision", "lstm_dtype"]
+__all__ = ["arithmetic", "check_precision", "lstm_dtype", "resolve_evaluation_precision"]
 
 
 def check_precision(precision: str, device: torch.device) -> Precision:
@@ -22,6 +22,18 @@ def check_precision(precision: str, device: torch.device) -> Precision:
                 )
             return known
     raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+
+
+def resolve_evaluation_precision(asked: str | None, device: torch.device) -> Precision:
+    """The arithmetic of validation and test, whatever training runs in, so that runs can be compared.
+
+    None: TF32 products of float32 weights and states on CUDA devices, and IEEE float32 elsewhere.
+    """
+    if asked is None:
+        return "tf32" if device.type == "cuda" else "float32"
+    if asked not in EVALUATION_PRECISIONS:
+        raise ValueError(f"evaluation_precision must be one of {', '.join(EVALUATION_PRECISIONS)}, got {asked!r}")
+    return check_precision(asked, device)
 
 
 def lstm_dtype(precision: Precision) -> torch.dtype:

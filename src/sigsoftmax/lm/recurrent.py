@@ -16,7 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LayerState", "LstmLayer", "LstmStack", "StackOutput"]
+from sigsoftmax.lm.regularization import WeightDrop
+
+__all__ = ["LayerState", "LstmLayer", "LstmStack", "StackOutput", "carry_over"]
 
 
 class LayerState(NamedTuple):
@@ -24,6 +26,12 @@ class LayerState(NamedTuple):
 
     hidden: Tensor
     cell: Tensor
+
+
+@torch.no_grad()
+def carry_over(states: Sequence[LayerState], new: Sequence[LayerState]) -> None:
+    """Write the state after a window where the next window finds it, in one launch."""
+    torch._foreach_copy_([t for state in states for t in state], [t for state in new for t in state])
 
 
 class StackOutput(NamedTuple):
@@ -50,13 +58,13 @@ class LstmLayer(nn.Module):
             parameter.uniform_(-bound, bound, generator=generator)
 
     def forward(
-        self, input_TBI: Tensor, state: LayerState, weight_mask_4HH: Tensor | None
+        self, input_TBI: Tensor, state: LayerState, weight_drop: WeightDrop | None
     ) -> tuple[Tensor, LayerState]:
-        return _lstm(input_TBI, state, self.packed(weight_mask_4HH, input_TBI.dtype))
+        return _lstm(input_TBI, state, self.packed(weight_drop, input_TBI.dtype))
 
-    def packed(self, weight_mask_4HH: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    def packed(self, weight_drop: WeightDrop | None, dtype: torch.dtype) -> list[Tensor]:
         """The four tensors as views of one buffer, as cuDNN wants them, with the hidden-to-hidden matrix masked."""
-        weight_hh = self.weight_hh if weight_mask_4HH is None else self.weight_hh * weight_mask_4HH
+        weight_hh = self.weight_hh if weight_drop is None else weight_drop.applied_to(self.weight_hh)
         tensors = [self.weight_ih, weight_hh, self.bias_ih, self.bias_hh]
         if not self.weight_ih.is_cuda:
             return [tensor.to(dtype) for tensor in tensors]
@@ -95,7 +103,7 @@ class LstmStack(nn.Module):
         states: Sequence[LayerState],
         *,
         hidden_masks: Sequence[Tensor | None],
-        weight_masks: Sequence[Tensor | None],
+        weight_masks: Sequence[WeightDrop | None],
     ) -> StackOutput:
         new_states: list[LayerState] = []
         output = input_TBI

@@ -9,15 +9,33 @@ Shapes: T time steps, B columns, V words, D embedding, H hidden of a layer, K co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.heads import Head
+from sigsoftmax.lm import kernels
 from sigsoftmax.lm.config import ModelConfig
 
-__all__ = ["Masks", "draw_masks", "penalties"]
+__all__ = ["MaskSampler", "Masks", "WeightDrop", "draw_masks", "penalties", "plain_penalties"]
+
+ALIGNMENT = 16
+"""elements; kernels load several elements of a mask at once where it begins at a multiple"""
+
+
+class WeightDrop(NamedTuple):
+    """Which elements of a hidden-to-hidden matrix a window keeps, and what they are multiplied by."""
+
+    kept_4HH: Tensor
+    """bool"""
+    scale: float
+
+    def applied_to(self, weight_4HH: Tensor) -> Tensor:
+        """The matrix with dropped elements zero and kept ones scaled."""
+        return weight_4HH * (self.kept_4HH.to(weight_4HH.dtype) * self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +50,11 @@ class Masks:
     output_1BH: Tensor | None
     latent_1BKD: Tensor | None
     """(1, B, K D): of a mixture's latent vectors"""
-    weights_4HH: tuple[Tensor | None, ...]
+    weights_4HH: tuple[WeightDrop | None, ...]
     """of the hidden-to-hidden matrices: one mask for all time steps and columns"""
 
     def of_columns(self, columns: slice) -> Masks:
-        """Those of some columns of the batch."""
+        """The masks of some columns of the batch."""
 
         def cut(mask: Tensor | None) -> Tensor | None:
             return None if mask is None else mask[:, columns]
@@ -50,29 +68,105 @@ class Masks:
         )
 
 
+class _Locked(NamedTuple):
+    """A mask that is shared over time, before it is drawn."""
+
+    name: str
+    rate: float
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements up to where the next mask may begin."""
+        return -(-math.prod(self.shape) // ALIGNMENT) * ALIGNMENT
+
+
+class MaskSampler:
+    """Draws the masks of windows: all that are shared over time in one draw, and all of weights in another.
+
+    Masks that multiply what the LSTM computes have its dtype; those of the embedding are float32.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        words: int,
+        batch: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        *inner, last = config.hidden
+        components = Head.parse(config.head).components
+        of_embedding = [
+            _Locked("words", config.dropout_words, (words,)),
+            _Locked("input", config.dropout_input, (1, batch, config.embedding)),
+        ]
+        of_layers = [
+            *(_Locked(f"hidden {i}", config.dropout_hidden, (1, batch, width)) for i, width in enumerate(inner)),
+            _Locked("output", config.dropout_output, (1, batch, last)),
+            _Locked("latent", config.dropout_latent, (1, batch, components * config.embedding)),
+        ]
+        self._of_embedding, self._of_layers = ([m for m in masks if m.rate] for masks in (of_embedding, of_layers))
+        locked = [*self._of_embedding, *self._of_layers]
+        self._kept = _repeated([1.0 - mask.rate for mask in locked], locked, device)
+        self._scale = _repeated([1.0 / (1.0 - mask.rate) for mask in locked], locked, device)
+        self._hidden, self._weight_drop, self._dtype = config.hidden, config.weight_drop, dtype
+
+    def draw(self, generator: torch.Generator) -> Masks:
+        """New masks, on the generator's device."""
+        drawn = torch.bernoulli(self._kept, generator=generator).mul_(self._scale)
+        of_embedding, of_layers = drawn.split([sum(m.size for m in ms) for ms in (self._of_embedding, self._of_layers)])
+        masks = _views(of_embedding, self._of_embedding) | _views(of_layers.to(self._dtype), self._of_layers)
+        return Masks(
+            words_V=masks.get("words"),
+            input_1BD=masks.get("input"),
+            hidden_1BH=tuple(masks.get(f"hidden {i}") for i in range(len(self._hidden) - 1)),
+            output_1BH=masks.get("output"),
+            latent_1BKD=masks.get("latent"),
+            weights_4HH=self._draw_weights(generator),
+        )
+
+    def _draw_weights(self, generator: torch.Generator) -> tuple[WeightDrop | None, ...]:
+        if not self._weight_drop:
+            return (None,) * len(self._hidden)
+        weights = [_Locked("", self._weight_drop, (4 * width, width)) for width in self._hidden]
+        kept = torch.empty(sum(mask.size for mask in weights), dtype=torch.bool, device=generator.device)
+        kept.bernoulli_(1.0 - self._weight_drop, generator=generator)
+        parts = kept.split([mask.size for mask in weights])
+        return tuple(
+            WeightDrop(part[: math.prod(mask.shape)].view(mask.shape), 1.0 / (1.0 - self._weight_drop))
+            for part, mask in zip(parts, weights, strict=True)
+        )
+
+
+def _repeated(values: list[float], masks: list[_Locked], device: torch.device) -> Tensor:
+    """One value for each element of each mask."""
+    sizes = torch.tensor([mask.size for mask in masks], dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(sizes).to(device)
+
+
+def _views(flat: Tensor, masks: list[_Locked]) -> dict[str, Tensor]:
+    parts = flat.split([mask.size for mask in masks]) if masks else ()
+    return {m.name: part[: math.prod(m.shape)].view(m.shape) for part, m in zip(parts, masks, strict=True)}
+
+
 def draw_masks(config: ModelConfig, *, words: int, batch: int, generator: torch.Generator) -> Masks:
-    """New masks, on the generator's device."""
-
-    def mask(rate: float, *shape: int) -> Tensor | None:
-        if rate == 0.0:
-            return None
-        kept = torch.empty(shape, device=generator.device).bernoulli_(1.0 - rate, generator=generator)
-        return kept.div_(1.0 - rate)
-
-    components = Head.parse(config.head).components
-    *inner, last = config.hidden
-    return Masks(
-        words_V=mask(config.dropout_words, words),
-        input_1BD=mask(config.dropout_input, 1, batch, config.embedding),
-        hidden_1BH=tuple(mask(config.dropout_hidden, 1, batch, width) for width in inner),
-        output_1BH=mask(config.dropout_output, 1, batch, last),
-        latent_1BKD=mask(config.dropout_latent, 1, batch, components * config.embedding),
-        weights_4HH=tuple(mask(config.weight_drop, 4 * width, width) for width in config.hidden),
-    )
+    """New masks in float32, on the generator's device."""
+    return MaskSampler(config, words=words, batch=batch, device=generator.device).draw(generator)
 
 
 def penalties(raw_TBH: Tensor, dropped_TBH: Tensor, *, activation: float, temporal_activation: float) -> Tensor:
     """AR of the dropped output and TAR of the raw one, weighted; a window of one step has no change to penalise."""
+    if kernels.run_on(raw_TBH, torch.float32, torch.bfloat16):
+        from sigsoftmax.lm.kernels.penalties import penalties as by_kernels
+
+        return by_kernels(raw_TBH, dropped_TBH, activation=activation, temporal_activation=temporal_activation)
+    return plain_penalties(raw_TBH, dropped_TBH, activation=activation, temporal_activation=temporal_activation)
+
+
+def plain_penalties(raw_TBH: Tensor, dropped_TBH: Tensor, *, activation: float, temporal_activation: float) -> Tensor:
+    """The same in plain torch, for every device."""
     total = raw_TBH.new_zeros((), dtype=torch.float32)
     if activation:
         total = total + activation * dropped_TBH.float().square().mean()

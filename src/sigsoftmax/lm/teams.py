@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sigsoftmax.distributed import keep_scalars_whole, shard_classes
 from sigsoftmax.distributed.exchange import Exchange, explained
 from sigsoftmax.lm.model import LanguageModel
-from sigsoftmax.lm.optimization import joint_norm
+from sigsoftmax.lm.optimization import joint_squares
 from sigsoftmax.lm.parallel import Alone, Kind, OwnColumns
 
 __all__ = ["TEAMS", "DataTeam", "ShardedTeam", "VocabularyTeam", "told_by_first"]
@@ -140,13 +140,13 @@ class _DividedTeam(Team):
         self.parts = {name: _local(p.detach()) for name, p in parameters.items()}
         self._is_divided = [name in self._shapes for name in self.parts]
 
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def squares(self, gradients: Sequence[Tensor]) -> Tensor:
         divided, whole = (
             [g for g, is_divided in zip(gradients, self._is_divided, strict=True) if is_divided == wanted]
             for wanted in (True, False)
         )
-        square = self._summed(joint_norm(divided).square())
-        return (square + joint_norm(whole).square() if whole else square).sqrt()
+        square = self._summed(joint_squares(divided).sum()).reshape(1)
+        return torch.cat([square, joint_squares(whole)]) if whole else square
 
     def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._gathered(name, part) if name in self._shapes else part for name, part in parts.items()}

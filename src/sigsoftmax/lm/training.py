@@ -35,7 +35,7 @@ from sigsoftmax.lm.memory import check_model_fits
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd, NonMonotonicTrigger
 from sigsoftmax.lm.parallel import Kind, divided
-from sigsoftmax.lm.precision import check_precision
+from sigsoftmax.lm.precision import check_precision, resolve_evaluation_precision
 from sigsoftmax.lm.saved_models import check_same_corpus, first_not_finite, load_model, saved_meta, typed_meta
 from sigsoftmax.lm.saved_runs import SavedRun, check_run_tensors, prefixed, unprefixed
 from sigsoftmax.lm.updates import Updater
@@ -103,6 +103,7 @@ class Trainer:
         seed: int | None = None,
         device: str | torch.device = "cpu",
         precision: str = "float32",
+        evaluation_precision: str | None = None,
         checkpoint_seconds: float = 300.0,
         checkpoint_updates: int | None = None,
         capture: bool = True,
@@ -117,6 +118,7 @@ class Trainer:
         self.seed = recipe.seed if seed is None else seed
         self.device = resolve_device(device)
         self.precision: Precision = check_precision(precision, self.device)
+        self.evaluation_precision = resolve_evaluation_precision(evaluation_precision, self.device)
         self.config: TrainingConfig = recipe.training if phase == "train" else recipe.finetuning
         self._checkpoint_seconds, self._checkpoint_updates = checkpoint_seconds, checkpoint_updates
         self._concurrent_runs = concurrent_runs
@@ -156,7 +158,7 @@ class Trainer:
             list(self._parallel.parts.values()),
             clip=config.clip,
             weight_decay=config.weight_decay,
-            norm_of=self._parallel.norm,
+            squares_of=self._parallel.squares,
         )
         if config.optimizer == "asgd":
             self._optimizer.begin_averaging()
@@ -170,8 +172,13 @@ class Trainer:
             capture=capture,
             parallel=self._parallel,
         )
-        # In float32 whatever training runs in, so that runs can be compared.
-        self._evaluator = Evaluator(self.model, valid_RB, capture=capture, parallel=self._parallel)
+        self._evaluator = Evaluator(
+            self.model,
+            valid_RB,
+            precision=self.evaluation_precision,
+            capture=capture,
+            parallel=self._parallel,
+        )
         self._trigger = NonMonotonicTrigger(config.patience)
         self._best: dict[str, Tensor] = {}
         """what this process holds of them"""
@@ -318,6 +325,7 @@ class Trainer:
             train_loss_parts=_part_means(losses),
             valid_loss=evaluation.loss,
             valid_loss_over_rows=evaluation.loss_over_rows,
+            evaluation_precision=self.evaluation_precision,
             is_best=is_best,
             seconds_training=seconds_training,
             seconds_validation=time.monotonic() - began,

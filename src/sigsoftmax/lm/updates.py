@@ -21,8 +21,8 @@ from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd
 from sigsoftmax.lm.parallel import Alone
 from sigsoftmax.lm.precision import arithmetic, lstm_dtype
-from sigsoftmax.lm.recurrent import LayerState
-from sigsoftmax.lm.regularization import draw_masks, penalties
+from sigsoftmax.lm.recurrent import LayerState, carry_over
+from sigsoftmax.lm.regularization import MaskSampler, penalties
 
 __all__ = ["Updater"]
 
@@ -30,7 +30,10 @@ SHORTEST_WINDOW = 5
 
 
 class Updater:
-    """Runs updates on one text in columns, group by group."""
+    """Runs updates on one text in columns, group by group.
+
+    ``skip`` is an error flag on the device, one int32, that an update looks at before it changes the weights.
+    """
 
     def __init__(
         self,
@@ -43,10 +46,11 @@ class Updater:
         precision: Precision = "float32",
         capture: bool = True,
         parallel: Alone | None = None,
+        skip: Tensor | None = None,
     ) -> None:
         self._model, self._optimizer, self._config, self._precision = model, optimizer, config, precision
         self._parallel = Alone(model) if parallel is None else parallel
-        self._device = model.embedding.device
+        self._device, self._skip = model.embedding.device, skip
         self._group = config.group or config.batch
         self._columns = self._parallel.columns(config.batch, self._group)
         self._text_RB, self._generator = text_RB[:, self._columns].to(self._device), generator
@@ -54,6 +58,13 @@ class Updater:
         self._part = min(own, self._group)
         """columns of one pass"""
         self._states = [model.zero_state(self._part, lstm_dtype(precision)) for _ in range(own // self._part)]
+        self._masks = MaskSampler(
+            model.config,
+            words=model.words,
+            batch=self._group,
+            device=self._device,
+            dtype=lstm_dtype(precision),
+        )
         self._row = torch.zeros((), dtype=torch.int64, device=self._device)
         self._count = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._losses = torch.zeros(text_RB.shape[0] // SHORTEST_WINDOW + 2, device=self._device)
@@ -79,14 +90,12 @@ class Updater:
         return losses
 
     def _update(self, drawn: int, length: int) -> None:
-        rows = self._row + self._steps[:length]
-        tokens, targets = self._text_RB.index_select(0, rows), self._text_RB.index_select(0, rows + 1)
+        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
+        tokens, targets = rows[:-1], rows[1:]
         share = 1.0 / len(self._states)
-        mean_loss = torch.zeros((), device=self._device)
+        losses: list[Tensor] = []
         for group in range(self._config.batch // self._group):
-            masks = draw_masks(
-                self._model.config, words=self._model.words, batch=self._group, generator=self._generator
-            )
+            masks = self._masks.draw(self._generator)
             # Of the group's first column among the own ones.
             place = group * self._group - self._columns.start
             part = max(place, 0) // self._part
@@ -106,12 +115,15 @@ class Updater:
                     activation=self._config.activation,
                     temporal_activation=self._config.temporal_activation,
                 )
-                self._parallel.add_gradients((loss + penalty) * share)
-            mean_loss += loss.detach() * share
-            for old, new in zip(states, features.states, strict=True):
-                old.hidden.copy_(new.hidden.detach())
-                old.cell.copy_(new.cell.detach())
-        self._optimizer.update(self._parallel.take_gradients(), self._config.learning_rate * drawn / self._config.bptt)
+                self._parallel.add_gradients(_times(loss + penalty, share))
+            losses.append(_times(loss.detach(), share))
+            carry_over(states, features.states)
+        self._optimizer.update(
+            self._parallel.take_gradients(),
+            self._config.learning_rate * drawn / self._config.bptt,
+            skip=self._skip,
+        )
+        mean_loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         self._losses.index_copy_(0, self._count, self._parallel.mean(mean_loss).reshape(1))
         self._count += 1
         self._row += drawn
@@ -140,3 +152,7 @@ class Updater:
                 for states, tensor in zip(self._states, own, strict=True):
                     getattr(states[layer], kind).copy_(tensor)
         self._generator.set_state(state["generator"].cpu())
+
+
+def _times(loss: Tensor, share: float) -> Tensor:
+    return loss if share == 1.0 else loss * share

@@ -26,6 +26,7 @@ from sigsoftmax.lm.capture import RepeatedCalls
 from sigsoftmax.lm.data import evaluation_windows
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.precision import arithmetic, check_precision, lstm_dtype
+from sigsoftmax.lm.recurrent import carry_over
 
 __all__ = ["Look", "WindowGradients", "check_text", "trainable_copy", "window_count"]
 
@@ -118,7 +119,7 @@ class WindowGradients:
         self._row = torch.zeros((), dtype=torch.int64, device=self.device)
         self._count = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._losses_W = torch.zeros(self.windows, dtype=torch.float64, device=self.device)
-        self._steps = torch.arange(window, device=self.device)
+        self._steps = torch.arange(window + 1, device=self.device)
         self._calls = RepeatedCalls(self.device, capture=capture)
 
     def scored(self, windows: int | None = None) -> int:
@@ -192,8 +193,8 @@ class WindowGradients:
             library.enabled = before
 
     def _window(self, length: int) -> None:
-        rows = self._row + self._steps[:length]
-        tokens, targets = self._text_RB.index_select(0, rows), self._text_RB.index_select(0, rows + 1)
+        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
+        tokens, targets = rows[:-1], rows[1:]
         with torch.enable_grad(), arithmetic(self._precision, self.device), self._plain_lstm():
             features = self._model.features(tokens, self._states, dtype=self._dtype)
             loss = self._model.loss(features, targets)
@@ -201,8 +202,6 @@ class WindowGradients:
         with torch.no_grad():
             self._use(list(gradients))
             self._losses_W.index_copy_(0, self._count, loss.detach().double().reshape(1))
-            for old, new in zip(self._states, features.states, strict=True):
-                old.hidden.copy_(new.hidden)
-                old.cell.copy_(new.cell)
+            carry_over(self._states, features.states)
             self._count += 1
             self._row += length

@@ -63,6 +63,8 @@ class EpochRecord:
     valid_loss: float
     valid_loss_over_rows: float
     """the published scripts' value: the sum divided by the rows of the batch, not by the rows scored"""
+    evaluation_precision: str = "float32"
+    """arithmetic of the validation: ``float32``, or ``tf32`` for its products"""
     is_best: bool
     seconds_training: float
     seconds_validation: float
@@ -101,6 +103,8 @@ class EvaluationRecord:
     """the published scripts' value"""
     tokens: int
     """scored"""
+    precision: str = "float32"
+    """arithmetic of the evaluation: ``float32``, or ``tf32`` for its products"""
     epoch: int
     """of training, whose checkpoint this is"""
     seconds: float

@@ -1,0 +1,29 @@
+"""Triton kernels private to the language models: what a window does beside its matrix products and its recurrence.
+
+Each module launches the kernels of one operation and says which function of plain torch computes the same; that
+function is the truth for the tests, and serves where kernels do not run. The modules need triton to be imported, this
+one does not. No kernel adds floating-point numbers atomically: same inputs, same bits.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.backends.dispatch import has_kernels, has_triton
+
+__all__ = ["run_on"]
+
+
+def run_on(tensor: Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether kernels compute with this tensor: on an NVIDIA GPU, or anywhere in Triton's interpreter.
+
+    They do in float32 alone unless they say which ``dtypes`` they take.
+    """
+    if tensor.dtype not in (dtypes or (torch.float32,)):
+        return False
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return has_triton()
+    return tensor.is_cuda and has_kernels()
