@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.lm.naive_dynamic_evaluation import NaiveModel
 
+from sigsoftmax.lm import window_gradients
 from sigsoftmax.lm.config import DynamicEvaluationConfig, ModelConfig
 from sigsoftmax.lm.dynamic_evaluation import (
     DynamicEvaluation,
@@ -221,7 +222,7 @@ def test_the_model_is_the_same_bit_for_bit_and_a_run_can_be_repeated(model, stat
     losses = []
     for rates in (RATES, replace(RATES, learning_rate=1e-2), RATES):
         assert len(list(evaluator.launch(rates))) == evaluator.windows == 9
-        losses.append(evaluator.result().loss)
+        losses.append(evaluator.results()[0].loss)
         assert_same_bits(model, weights)
     assert losses[0] == losses[2] != losses[1]
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -245,10 +246,10 @@ def test_the_model_survives_an_interruption(model, statistics):
     run.close()
     assert_same_bits(model, weights)
     with pytest.raises(ValueError, match="no result before a run has ended"):
-        evaluator.result()
+        evaluator.results()
     for _ in evaluator.launch(RATES):
         pass
-    assert evaluator.result().loss == adapt(model, statistics, TEXT, RATES).loss
+    assert evaluator.results()[0].loss == adapt(model, statistics, TEXT, RATES).loss
 
 
 def test_a_run_that_diverges_says_where_and_changes_nothing(model, statistics):
@@ -258,7 +259,7 @@ def test_a_run_that_diverges_says_where_and_changes_nothing(model, statistics):
         for _ in evaluator.launch(replace(RATES, learning_rate=1e38)):
             pass
     assert_same_bits(model, weights)
-    result = evaluator.result()
+    [result] = evaluator.results()
     assert (result.loss, result.tokens, result.complete) == (math.inf, 5, False)
 
 
@@ -283,7 +284,9 @@ def test_a_limit_makes_it_the_evaluation_of_the_beginning(model, statistics):
     assert adapt(model, statistics, TEXT, RATES, limit=1000).tokens == 42
 
 
-def test_progress_tells_the_time_before_the_run_goes_on(model, statistics):
+def test_progress_tells_the_time_before_the_run_goes_on(model, statistics, monkeypatch):
+    # However slow the machine is.
+    monkeypatch.setattr(window_gradients, "SECONDS_BETWEEN_LOOKS", math.inf)
     seen: list[DynamicProgress] = []
     result = adapt(model, statistics, TEXT.repeat(3), RATES, progress=seen.append)
     first, last = seen[0], seen[-1]
@@ -382,5 +385,5 @@ def test_captured_windows_are_those_of_the_cpu(name):
         for _ in range(2):
             for _ in evaluator.launch(RATES):
                 pass
-            assert evaluator.result().loss == pytest.approx(expected, rel=1e-3)
+            assert evaluator.results()[0].loss == pytest.approx(expected, rel=1e-3)
     assert_same_bits(on_gpu, weights)

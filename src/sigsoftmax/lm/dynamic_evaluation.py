@@ -30,12 +30,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from sigsoftmax.lm.adapting_models import AdaptingModels, can_adapt
 from sigsoftmax.lm.config import DynamicEvaluationConfig
 from sigsoftmax.lm.data import batchify
 from sigsoftmax.lm.dynamic_rates import Rates
 from sigsoftmax.lm.model import LanguageModel
+from sigsoftmax.lm.precision import check_precision
 from sigsoftmax.lm.training import Diverged
-from sigsoftmax.lm.window_gradients import Look, WindowGradients, check_text, trainable_copy
+from sigsoftmax.lm.window_gradients import Look, WindowGradients, WindowPass, check_text, trainable_copy
 from sigsoftmax.records.training import DynamicEvaluationRecord, RunIdentity, perplexity_of
 
 __all__ = [
@@ -115,7 +117,8 @@ class GradientStatistics:
         fixed = trainable_copy(model)
         squares = [torch.zeros_like(parameter) for parameter in fixed.parameters()]
 
-        def look(at: Look) -> None:
+        def look(looks: list[Look]) -> None:
+            [at] = looks
             if at.broken_at is not None:
                 raise Diverged(
                     f"the loss is not finite at window {at.broken_at:,} of the training text, whose gradients are "
@@ -176,7 +179,7 @@ class GradientStatistics:
 
         ``clipped_for`` is a larger decay that D was clipped for before, and stays clipped for.
         """
-        most = 1.0 if decay >= clipped_for else decay / clipped_for
+        most = _most(decay, clipped_for)
         for tensor, share in zip(self.rms.values(), out, strict=True):
             torch.mul(tensor, decay / self.mean, out=share).clamp_(max=most)
 
@@ -185,6 +188,18 @@ class GradientStatistics:
         """Write learning_rate / (MS + epsilon) of each parameter to ``out``."""
         for tensor, step in zip(self.rms.values(), out, strict=True):
             torch.add(tensor, rates.epsilon, out=step).reciprocal_().mul_(rates.learning_rate)
+
+    def numbers(self, rates: Sequence[Rates], *, clipped_for: float = 0.0) -> Tensor:
+        """(P, 4): what pull and steps are computed from, for models that do it in every step (see ``adapt_``)."""
+        return torch.tensor(
+            [(one.learning_rate, one.decay / self.mean, _most(one.decay, clipped_for), one.epsilon) for one in rates],
+            dtype=torch.float64,
+        )
+
+
+def _most(decay: float, clipped_for: float) -> float:
+    """The bound of min(decay D, 1), if D was clipped for another decay before."""
+    return 1.0 if decay >= clipped_for else decay / clipped_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,8 +255,9 @@ class DynamicEvaluation:
 class DynamicEvaluator:
     """Evaluates one text at any rates, as often as asked; on a GPU by replaying a graph.
 
-    It holds a copy of the weights that adapts; the start and the statistics are shared with other evaluators. Memory
-    is about five times the weights.
+    On a GPU ``at_once`` copies of the model adapt side by side, which is faster than one after the other; elsewhere,
+    and with wide windows, it must be 1. Memory is the weights once for each copy and, on a GPU, little more; elsewhere
+    about five times the weights. The start and the statistics are shared with other evaluators.
     """
 
     def __init__(
@@ -251,6 +267,7 @@ class DynamicEvaluator:
         ids_L: Tensor,
         *,
         split: str = "test",
+        at_once: int = 1,
         limit: int | None = None,
         precision: str = "float32",
         progress: Watch | None = None,
@@ -258,27 +275,33 @@ class DynamicEvaluator:
     ) -> None:
         check_text(ids_L, model.words)
         statistics.check_fits(model)
-        self._start = [parameter.detach() for parameter in model.parameters()]
         in_order = {name: statistics.rms[name] for name, _ in model.named_parameters()}
-        self._statistics = replace(statistics, rms=in_order).to(model.embedding.device)
-        self._split, self._progress = split, progress
-        adapted = trainable_copy(model)
-        self._weights = [parameter.detach() for parameter in adapted.parameters()]
-        self._pull = [torch.empty_like(weight) for weight in self._weights]
-        self._steps = [torch.empty_like(weight) for weight in self._weights]
-        self._pass = WindowGradients(
-            adapted,
-            ids_L.unsqueeze(1),
-            self._update,
-            window=statistics.window,
-            limit=limit,
-            precision=precision,
-            capture=capture,
-        )
+        statistics = replace(statistics, rms=in_order).to(model.embedding.device)
+        self._split, self._progress, self._at_once = split, progress, at_once
+        self._pass: WindowPass
+        if can_adapt(model, statistics.window):
+            # In float32 whatever the precision, which could save no time.
+            check_precision(precision, model.embedding.device)
+            adapting = AdaptingModels(
+                model, in_order, ids_L, models=at_once, window=statistics.window, limit=limit, capture=capture
+            )
+            self._pass = adapting
+
+            def restart(rates: Sequence[Rates], clipped_for: float) -> None:
+                adapting.restart(statistics.numbers(rates, clipped_for=clipped_for))
+
+        else:
+            if at_once != 1:
+                raise ValueError(
+                    f"at_once must be 1 on {model.embedding.device} with windows of {statistics.window}, got {at_once}"
+                )
+            one = _OneModel(model, statistics, ids_L, limit=limit, precision=precision, capture=capture)
+            self._pass, restart = one.windows, one.restart
+        self._restart = restart
         self._complete = self._pass.scored() == ids_L.numel() - 1
-        self._rates: Rates | None = None
+        self._rates: tuple[Rates, ...] = ()
         self._began = self._seconds = 0.0
-        self._last_look = NOTHING_DONE
+        self._last_looks = [NOTHING_DONE]
 
     @property
     def windows(self) -> int:
@@ -289,56 +312,97 @@ class DynamicEvaluator:
         """Tokens of a run."""
         return self._pass.scored()
 
-    def launch(self, rates: Rates, *, clipped_for: float = 0.0) -> Generator[None, None, None]:
-        """One run from the start; gives its work to the device window by window. :meth:`result` waits for it.
+    def launch(self, *rates: Rates, clipped_for: float = 0.0) -> Generator[None, None, None]:
+        """One run from the start at each of the rates; gives its work to the device window by window.
 
-        Raises :class:`Diverged` if a loss is not finite. ``clipped_for``: see :meth:`GradientStatistics.pull`.
+        :meth:`results` waits for it. Raises :class:`Diverged` once every run has a loss that is not finite.
+        ``clipped_for``: see :meth:`GradientStatistics.pull`.
         """
-        self._began, self._rates, self._last_look = time.monotonic(), rates, NOTHING_DONE
+        if len(rates) != self._at_once:
+            raise ValueError(f"give as many rates as runs are made at once, {self._at_once}, got {len(rates)}")
+        self._began, self._rates, self._last_looks = time.monotonic(), rates, [NOTHING_DONE] * len(rates)
         # On the stream of the caller, for which the pass waits.
         self._pass.synchronize()
-        torch._foreach_copy_(self._weights, self._start)
-        self._statistics.pull(rates.decay, self._pull, clipped_for=clipped_for)
-        self._statistics.steps(rates, self._steps)
+        self._restart(rates, clipped_for)
         yield from self._pass.launch(self._look)
 
-    def result(self) -> DynamicEvaluation:
-        """Of the last run, which has ended. If it diverged, the loss is infinite."""
-        at = self._last_look
-        if self._rates is None or (at.broken_at is None and at.windows < self.windows):
+    def results(self) -> list[DynamicEvaluation]:
+        """The last runs, which have ended, in the order of their rates. If one diverged, its loss is infinite."""
+        if not self._rates or any(at.broken_at is None and at.windows < self.windows for at in self._last_looks):
             raise ValueError("there is no result before a run has ended; go through launch() first")
-        return DynamicEvaluation(
-            split=self._split,
-            rates=self._rates,
-            window=self._pass.window,
-            loss=at.loss if at.broken_at is None else math.inf,
-            tokens=self._pass.scored(None if at.broken_at is None else at.broken_at - 1),
-            complete=self._complete and at.broken_at is None,
-            seconds=self._seconds,
+        return [
+            DynamicEvaluation(
+                split=self._split,
+                rates=rates,
+                window=self._pass.window,
+                loss=at.loss if at.broken_at is None else math.inf,
+                tokens=self._pass.scored(None if at.broken_at is None else at.broken_at - 1),
+                complete=self._complete and at.broken_at is None,
+                seconds=self._seconds,
+            )
+            for rates, at in zip(self._rates, self._last_looks, strict=True)
+        ]
+
+    def _look(self, looks: list[Look]) -> None:
+        self._last_looks, self._seconds = looks, time.monotonic() - self._began
+        if all(at.broken_at is not None for at in looks):
+            where = " and ".join(
+                f"window {at.broken_at:,} of {self.windows:,} of the {self._split} text with {rates}"
+                for at, rates in zip(looks, self._rates, strict=True)
+            )
+            raise Diverged(f"the loss is not finite at {where}; the model is as it was. Try a lower learning_rate")
+        for at, rates in zip(looks, self._rates, strict=True):
+            if self._progress is not None and at.broken_at is None:
+                self._progress(
+                    DynamicProgress(
+                        split=self._split,
+                        rates=rates,
+                        window=at.windows,
+                        windows=self.windows,
+                        loss=at.loss,
+                        seconds_per_window=at.seconds_per_window,
+                    )
+                )
+
+
+class _OneModel:
+    """A copy of the weights that adapts, with autograd and plain torch."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        statistics: GradientStatistics,
+        ids_L: Tensor,
+        *,
+        limit: int | None,
+        precision: str,
+        capture: bool,
+    ) -> None:
+        adapted = trainable_copy(model)
+        self._statistics = statistics
+        self._start = [parameter.detach() for parameter in model.parameters()]
+        self._weights = [parameter.detach() for parameter in adapted.parameters()]
+        self._pull = [torch.empty_like(weight) for weight in self._weights]
+        self._steps = [torch.empty_like(weight) for weight in self._weights]
+        self.windows = WindowGradients(
+            adapted,
+            ids_L.unsqueeze(1),
+            self._update,
+            window=statistics.window,
+            limit=limit,
+            precision=precision,
+            capture=capture,
         )
+
+    def restart(self, rates: Sequence[Rates], clipped_for: float) -> None:
+        [own] = rates
+        torch._foreach_copy_(self._weights, self._start)
+        self._statistics.pull(own.decay, self._pull, clipped_for=clipped_for)
+        self._statistics.steps(own, self._steps)
 
     def _update(self, gradients: list[Tensor]) -> None:
         torch._foreach_lerp_(self._weights, self._start, self._pull)
         torch._foreach_addcmul_(self._weights, self._steps, gradients, value=-1.0)
-
-    def _look(self, at: Look) -> None:
-        self._last_look, self._seconds = at, time.monotonic() - self._began
-        if at.broken_at is not None:
-            raise Diverged(
-                f"the loss is not finite at window {at.broken_at:,} of {self.windows:,} of the {self._split} text with "
-                f"{self._rates}; the model is as it was. Try a lower learning_rate"
-            )
-        if self._progress is not None:
-            self._progress(
-                DynamicProgress(
-                    split=self._split,
-                    rates=self._rates,
-                    window=at.windows,
-                    windows=self.windows,
-                    loss=at.loss,
-                    seconds_per_window=at.seconds_per_window,
-                )
-            )
 
 
 def adapt(
@@ -366,4 +430,5 @@ def adapt(
     )
     for _ in evaluator.launch(rates):
         pass
-    return replace(evaluator.result(), chosen=True)
+    [result] = evaluator.results()
+    return replace(result, chosen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from sigsoftmax.lm.adapting_models import can_adapt
 from sigsoftmax.lm.config import DynamicEvaluationConfig
 from sigsoftmax.lm.dynamic_evaluation import (
     DynamicEvaluation,
@@ -184,35 +185,40 @@ class _Runner:
             if clipped_for <= rates.decay and (known := self._known(split, ids_L, rates)) is not None
         }
         waiting = deque(rates for rates in points if rates not in found)
-        lanes = min(self.at_once, len(waiting))
+        at_once = min(self.at_once, len(waiting))
+        # Side by side in one pass where that is faster, else in as many passes that take turns.
+        beside = can_adapt(self.model, self.statistics.window)
 
         def watch(at: DynamicProgress) -> None:
-            self.progress(replace(at, waiting=len(waiting) * at.windows + windows_later, at_once=lanes))
+            self.progress(replace(at, waiting=len(waiting) * at.windows + windows_later, at_once=at_once))
 
-        def lane(evaluator: DynamicEvaluator) -> Generator[None, None, None]:
-            while waiting:
-                rates = waiting.popleft()
-                # Its result tells.
-                with suppress(Diverged):
-                    yield from evaluator.launch(rates, clipped_for=clipped_for)
-                found[rates] = replace(evaluator.result(), chosen=chosen)
-                self.keep(found[rates])
-
-        in_turn(
-            lane(
-                DynamicEvaluator(
-                    self.model,
-                    self.statistics,
-                    ids_L,
-                    split=split,
-                    limit=self.limit,
-                    precision=self.precision,
-                    progress=watch,
-                    capture=self.capture,
-                )
+        def evaluator_of(models: int) -> DynamicEvaluator:
+            return DynamicEvaluator(
+                self.model,
+                self.statistics,
+                ids_L,
+                split=split,
+                at_once=models,
+                limit=self.limit,
+                precision=self.precision,
+                progress=watch,
+                capture=self.capture,
             )
-            for _ in range(lanes)
-        )
+
+        def lane() -> Generator[None, None, None]:
+            evaluator, models = None, 0
+            while waiting:
+                own = [waiting.popleft() for _ in range(min(at_once, len(waiting)) if beside else 1)]
+                if evaluator is None or len(own) != models:
+                    evaluator, models = evaluator_of(len(own)), len(own)
+                # Its results tell.
+                with suppress(Diverged):
+                    yield from evaluator.launch(*own, clipped_for=clipped_for)
+                for result in evaluator.results():
+                    found[result.rates] = replace(result, chosen=chosen)
+                    self.keep(found[result.rates])
+
+        in_turn(lane() for _ in range(min(at_once, 1) if beside else at_once))
         return [found[rates] for rates in points]
 
     def _known(self, split: str, ids_L: Tensor, rates: Rates) -> DynamicEvaluation | None:

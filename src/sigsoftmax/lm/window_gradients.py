@@ -1,18 +1,19 @@
-"""The gradient of each window of a text in turn: fixed windows, carried state, no dropout.
+"""Passes over a text window by window: fixed windows, carried state, no dropout; and the gradient of each window.
 
 What changes from window to window (the row, the carried state, the losses) lives on the device in tensors that stay
 where they are, so that a window of a given length can be captured once and replayed. A pass has a stream of its own,
 so that several can share one GPU.
 
-Shapes: L words, R rows, B columns, W windows.
+Shapes: L words, R rows, B columns, W windows, P models that go over the text side by side.
 """
 
 from __future__ import annotations
 
 import copy
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +27,9 @@ from sigsoftmax.lm.capture import RepeatedCalls
 from sigsoftmax.lm.data import evaluation_windows
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.precision import arithmetic, check_precision, lstm_dtype
-from sigsoftmax.lm.recurrent import carry_over
+from sigsoftmax.lm.recurrent import LayerState, carry_over
 
-__all__ = ["Look", "WindowGradients", "check_text", "trainable_copy", "window_count"]
+__all__ = ["Look", "WindowGradients", "WindowPass", "check_text", "trainable_copy", "window_count"]
 
 WARM_UP = 3
 """windows that are slower than others: the first allocates and compiles, the second is captured"""
@@ -41,7 +42,7 @@ IN_FLIGHT = 64
 
 @dataclass(frozen=True)
 class Look:
-    """How far a pass has come."""
+    """How far a pass has come with one of its models."""
 
     windows: int
     loss: float
@@ -83,53 +84,51 @@ def trainable_copy(model: LanguageModel) -> LanguageModel:
     return duplicate.requires_grad_()
 
 
-class WindowGradients:
-    """Goes over a text and gives the gradients of each window's mean loss to ``use``, one for each parameter.
-
-    ``use`` runs inside the captured call: it may change the parameters in place.
-    """
+class WindowPass(ABC):
+    """Goes over a text with one or several models and keeps the mean loss of each window."""
 
     def __init__(
         self,
-        model: LanguageModel,
+        device: torch.device,
         text_RB: Tensor,
-        use: Callable[[list[Tensor]], None],
         *,
         window: int,
+        models: int = 1,
         limit: int | None = None,
-        precision: str = "float32",
         capture: bool = True,
     ) -> None:
-        rows, batch = text_RB.shape
-        self.device = model.embedding.device
-        self.windows = window_count(rows, window)
+        self._rows, self._batch = text_RB.shape
+        self.device, self.window = device, window
+        self.windows = window_count(self._rows, window)
         if limit is not None:
             if limit < 1:
                 raise ValueError(f"limit must be at least 1 window, got {limit}")
             self.windows = min(self.windows, limit)
-        self.window = window
-        self._precision = check_precision(precision, self.device)
-        self._model, self._use, self._rows, self._batch = model, use, rows, batch
-        self._parameters = list(model.parameters())
-        # A float64 model stays one: its passes are what others are compared with.
-        self._dtype = lstm_dtype(self._precision) if self._precision == "bf16" else model.embedding.dtype
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._text_RB = text_RB.to(self.device)
-        self._states = model.zero_state(batch, self._dtype)
-        self._row = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._count = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._losses_W = torch.zeros(self.windows, dtype=torch.float64, device=self.device)
-        self._steps = torch.arange(window + 1, device=self.device)
-        self._calls = RepeatedCalls(self.device, capture=capture)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._text_RB = text_RB.to(device)
+        self._row = torch.zeros((), dtype=torch.int64, device=device)
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._losses_WP = torch.zeros(self.windows, models, dtype=torch.float64, device=device)
+        self._steps = torch.arange(window + 1, device=device)
+        self._calls = RepeatedCalls(device, capture=capture)
+
+    @abstractmethod
+    def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
+        """Everything of a window; returns its mean loss by each model, (P,). It is captured."""
+
+    @abstractmethod
+    def _carried(self) -> Sequence[LayerState]:
+        """The state before the next window, zero before the first."""
 
     def scored(self, windows: int | None = None) -> int:
         """Tokens of the first windows, or of all that the pass goes over."""
         return min((self.windows if windows is None else windows) * self.window, self._rows - 1) * self._batch
 
-    def launch(self, look: Callable[[Look], None]) -> Generator[None, None, None]:
+    def launch(self, look: Callable[[list[Look]], None]) -> Generator[None, None, None]:
         """Give the work to the device, window by window; ``look`` is called now and then, and after the last.
 
-        The first look tells what a window takes. A look waits for the device, nothing else does for long.
+        It gets a look at each model; the first tells what a window takes. A look waits for the device, nothing else
+        does for long.
         """
         self._begin()
         looked, warm = time.monotonic(), time.monotonic()
@@ -148,24 +147,30 @@ class WindowGradients:
                     warm = time.monotonic()
                 due = time.monotonic() - looked >= SECONDS_BETWEEN_LOOKS
                 if done == self.windows or done == FIRST_LOOK or (due and done > WARM_UP):
-                    loss, broken_at = self.loss(done)
+                    losses = self.losses(done)
                     looked = time.monotonic()
                     timed = done - WARM_UP if done > WARM_UP else done
-                    look(Look(done, loss, broken_at, (looked - warm) / timed))
+                    look([Look(done, loss, broken_at, (looked - warm) / timed) for loss, broken_at in losses])
                 yield
         except BaseException:
             # What the device still works on must not be freed.
             self.synchronize()
             raise
 
-    def loss(self, windows: int) -> tuple[float, int | None]:
-        """The mean over the tokens of the first windows, and the first of them whose loss is not finite, from 1."""
+    def losses(self, windows: int) -> list[tuple[float, int | None]]:
+        """The mean over the tokens of the first windows by each model, and the first window whose loss is not finite.
+
+        Windows are counted from 1.
+        """
         with self.on_stream():
-            losses_W = self._losses_W[:windows].cpu()
-        lengths_W = torch.full_like(losses_W, float(self.window))
+            losses_WP = self._losses_WP[:windows].cpu()
+        lengths_W = torch.full((windows,), float(self.window), dtype=losses_WP.dtype)
         lengths_W[-1] = self.scored(windows) // self._batch - self.window * (windows - 1)
-        broken = (~losses_W.isfinite()).nonzero()
-        return float(losses_W @ lengths_W / lengths_W.sum()), int(broken[0]) + 1 if len(broken) else None
+        found = []
+        for losses_W in losses_WP.unbind(1):
+            broken = (~losses_W.isfinite()).nonzero()
+            found.append((float(losses_W @ lengths_W / lengths_W.sum()), int(broken[0]) + 1 if len(broken) else None))
+        return found
 
     def on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -178,8 +183,47 @@ class WindowGradients:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.on_stream():
-            for tensor in (self._row, self._count, self._losses_W, *(t for state in self._states for t in state)):
+            carried = [tensor for state in self._carried() for tensor in state]
+            for tensor in (self._row, self._count, self._losses_WP, *carried):
                 tensor.zero_()
+
+    def _window(self, length: int) -> None:
+        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
+        loss_P = self._compute(rows[:-1], rows[1:])
+        with torch.no_grad():
+            self._losses_WP.index_copy_(0, self._count, loss_P.detach().double().reshape(1, -1))
+            self._count += 1
+            self._row += length
+
+
+class WindowGradients(WindowPass):
+    """Gives the gradients of each window's mean loss to ``use``, one for each parameter.
+
+    ``use`` runs inside the captured call: it may change the parameters in place.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        text_RB: Tensor,
+        use: Callable[[list[Tensor]], None],
+        *,
+        window: int,
+        limit: int | None = None,
+        precision: str = "float32",
+        capture: bool = True,
+    ) -> None:
+        device = model.embedding.device
+        super().__init__(device, text_RB, window=window, limit=limit, capture=capture)
+        self._precision = check_precision(precision, device)
+        self._model, self._use = model, use
+        self._parameters = list(model.parameters())
+        # A float64 model stays one: its passes are what others are compared with.
+        self._dtype = lstm_dtype(self._precision) if self._precision == "bf16" else model.embedding.dtype
+        self._states = model.zero_state(self._batch, self._dtype)
+
+    def _carried(self) -> Sequence[LayerState]:
+        return self._states
 
     @contextmanager
     def _plain_lstm(self) -> Iterator[None]:
@@ -192,16 +236,12 @@ class WindowGradients:
         finally:
             library.enabled = before
 
-    def _window(self, length: int) -> None:
-        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
-        tokens, targets = rows[:-1], rows[1:]
+    def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
         with torch.enable_grad(), arithmetic(self._precision, self.device), self._plain_lstm():
-            features = self._model.features(tokens, self._states, dtype=self._dtype)
-            loss = self._model.loss(features, targets)
+            features = self._model.features(tokens_TB, self._states, dtype=self._dtype)
+            loss = self._model.loss(features, targets_TB)
             gradients = torch.autograd.grad(loss, self._parameters)
         with torch.no_grad():
             self._use(list(gradients))
-            self._losses_W.index_copy_(0, self._count, loss.detach().double().reshape(1))
-            carry_over(self._states, features.states)
-            self._count += 1
-            self._row += length
+        carry_over(self._states, features.states)
+        return loss

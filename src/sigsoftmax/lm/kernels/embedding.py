@@ -1,6 +1,7 @@
 """Rows of the embedding, dropped out and cast, and the gradient of the matrix without atomics.
 
-The truth is ``plain_embedding`` in ``embedding``.
+The truth is ``plain_embedding`` in ``embedding``. For the gradient, tokens are sorted by comparing each with every
+other: a window has a few thousand of them, and one launch takes less time than those of a sort.
 
 Shapes: T time steps, B columns, N = T B tokens, V words, D embedding.
 """
@@ -16,11 +17,10 @@ from torch import Tensor
 
 __all__ = ["dropped_embedding"]
 
-SEARCHED = 1024
-"""tokens before its own that a program of the backward pass looks through at once"""
-TOKENS = 128
-"""tokens whose rows it adds at once"""
-COLUMNS = 64
+OWN, OTHERS = 16, 512
+"""tokens that a program sorts, and those that it compares them with at once"""
+TOKENS, COLUMNS = 32, 128
+"""rows of one word that a program adds at once, and how much of them"""
 
 
 @triton.jit
@@ -38,43 +38,63 @@ def forward_kernel(tokens, weight, words, inputs, output, batch, width, BLOCK: t
 
 
 @triton.jit
+def sort_kernel(tokens, order, counts, count, OWN: tl.constexpr, OTHERS: tl.constexpr):
+    """Writes the places of all tokens in the order of their words, and beside each how many its word has.
+
+    A place in the order is the number of tokens of lesser words, and of earlier tokens of the same word.
+    """
+    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    token = tl.load(tokens + own, mask=own < count, other=-1)
+    before = tl.zeros((OWN, OTHERS), tl.int32)
+    alike = tl.zeros((OWN, OTHERS), tl.int32)
+    for first in range(0, count, OTHERS):
+        other = first + tl.arange(0, OTHERS)
+        compared = tl.load(tokens + other, mask=other < count, other=-2)
+        is_alike = compared[None, :] == token[:, None]
+        is_less = (compared[None, :] < token[:, None]) & (other[None, :] < count)
+        before += (is_less | (is_alike & (other[None, :] < own[:, None]))).to(tl.int32)
+        alike += is_alike.to(tl.int32)
+    place = tl.sum(before, axis=1)
+    tl.store(order + place, own, mask=own < count)
+    tl.store(counts + place, tl.sum(alike, axis=1), mask=own < count)
+
+
+@triton.jit
 def backward_kernel(
     tokens,
+    order,
+    counts,
     gradient,
     words,
     inputs,
     weight_gradient,
-    count,
     batch,
     width,
-    SEARCHED: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """The program of a word's first token adds up all tokens of that word, in their order; the others end."""
     place = tl.program_id(0)
-    token = tl.load(tokens + place)
-    earlier = tl.zeros((SEARCHED,), tl.int32)
-    for first in range(0, place, SEARCHED):
-        places = first + tl.arange(0, SEARCHED)
-        earlier += (tl.load(tokens + places, mask=places < place, other=-1) == token).to(tl.int32)
-    if tl.sum(earlier) == 0:
+    token = tl.load(tokens + tl.load(order + place))
+    earlier = tl.load(tokens + tl.load(order + tl.maximum(place - 1, 0)))
+    if (place == 0) | (earlier != token):
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         in_row = columns < width
-        total = tl.zeros((COLUMNS,), tl.float32)
-        for first in range(place // TOKENS * TOKENS, count, TOKENS):
-            places = first + tl.arange(0, TOKENS)
-            same = tl.load(tokens + places, mask=places < count, other=-1) == token
-            mask = same[:, None] & in_row[None, :]
-            rows = tl.load(gradient + places.to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0).to(
-                tl.float32
-            )
+        total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+        count = tl.load(counts + place)
+        for first in range(0, count, TOKENS):
+            index = first + tl.arange(0, TOKENS)
+            own = tl.load(order + place + index, mask=index < count, other=0)
+            mask = (index < count)[:, None] & in_row[None, :]
+            rows = tl.load(gradient + own.to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0)
+            rows = rows.to(tl.float32)
             if inputs is not None:
-                rows *= tl.load(inputs + (places % batch)[:, None] * width + columns[None, :], mask=mask, other=0.0)
-            total += tl.sum(rows, axis=0)
+                rows *= tl.load(inputs + (own % batch)[:, None] * width + columns[None, :], mask=mask, other=0.0)
+            total += rows
+        result = tl.sum(total, axis=0)
         if words is not None:
-            total *= tl.load(words + token)
-        tl.store(weight_gradient + token * width + columns, total, mask=in_row)
+            result *= tl.load(words + token)
+        tl.store(weight_gradient + token * width + columns, result, mask=in_row)
 
 
 class _DroppedEmbedding(torch.autograd.Function):
@@ -110,16 +130,18 @@ class _DroppedEmbedding(torch.autograd.Function):
         tokens_TB, words_V, input_1BD = ctx.saved_tensors
         count, width = tokens_TB.numel(), ctx.shape[1]
         weight_gradient = torch.zeros(ctx.shape, device=gradient_TBD.device)
+        order_N, counts_N = torch.empty(2, count, dtype=torch.int32, device=gradient_TBD.device)
+        sort_kernel[(triton.cdiv(count, OWN),)](tokens_TB, order_N, counts_N, count, OWN=OWN, OTHERS=OTHERS)
         backward_kernel[(count, triton.cdiv(width, COLUMNS))](
             tokens_TB,
+            order_N,
+            counts_N,
             gradient_TBD.contiguous(),
             words_V,
             input_1BD,
             weight_gradient,
-            count,
             tokens_TB.shape[1],
             width,
-            SEARCHED=SEARCHED,
             TOKENS=TOKENS,
             COLUMNS=COLUMNS,
         )
