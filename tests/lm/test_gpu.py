@@ -11,7 +11,7 @@ from sigsoftmax.lm.evaluation import evaluate
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd
 from sigsoftmax.lm.precision import arithmetic
-from sigsoftmax.lm.regularization import draw_masks
+from sigsoftmax.lm.regularization import WeightDrop, draw_masks
 from sigsoftmax.lm.training import run_together
 from sigsoftmax.lm.updates import Updater
 
@@ -26,7 +26,7 @@ def model_of(head="sigsoftmax", device=CUDA):
     return LanguageModel(ModelConfig(head=head, embedding=16, hidden=hidden), WORDS, seed=1).to(device)
 
 
-def updater_of(head="sigsoftmax", capture=True, precision="float32", learning_rate=5.0, text=None):
+def updater_of(head="sigsoftmax", capture=True, precision="float32", learning_rate=5.0, text=None, skip=None):
     model = model_of(head)
     config = TrainingConfig(batch=4, learning_rate=learning_rate, bptt=10)
     optimizer = AveragedSgd(list(model.parameters()), clip=config.clip, weight_decay=config.weight_decay)
@@ -39,6 +39,7 @@ def updater_of(head="sigsoftmax", capture=True, precision="float32", learning_ra
         generator=torch.Generator(CUDA).manual_seed(0),
         capture=capture,
         precision=precision,
+        skip=skip,
     )
     return model, optimizer, updater
 
@@ -51,18 +52,19 @@ def run(updater, lengths):
         return updater.losses(0, len(lengths))
 
 
+def on_cpu_too(value):
+    if isinstance(value, WeightDrop):
+        return WeightDrop(value.kept_4HH.cpu(), value.scale)
+    if isinstance(value, tuple):
+        return tuple(map(on_cpu_too, value))
+    return None if value is None else value.cpu()
+
+
 @pytest.mark.parametrize("head", ["sigsoftmax", "gss(k=learned)", "moss(K=3)"])
 def test_the_masked_pass_of_cudnn_is_that_of_the_cpu(head):
     on_gpu, on_cpu = model_of(head), model_of(head, torch.device("cpu"))
     masks = draw_masks(on_gpu.config, words=WORDS, batch=4, generator=torch.Generator(CUDA).manual_seed(3))
-    there = type(masks)(
-        **{
-            name: tuple(None if m is None else m.cpu() for m in value)
-            if isinstance(value, tuple)
-            else (None if value is None else value.cpu())
-            for name, value in vars(masks).items()
-        }
-    )
+    there = type(masks)(**{name: on_cpu_too(value) for name, value in vars(masks).items()})
     tokens, targets = torch.randint(WORDS, (12, 4)), torch.randint(WORDS, (12, 4))
     with arithmetic("float32", CUDA):
         loss = on_gpu.loss(on_gpu.features(tokens.to(CUDA), on_gpu.zero_state(4), masks), targets.to(CUDA))
@@ -140,6 +142,39 @@ def test_precisions_agree_to_their_rounding(head, precision):
     _, _, updater = updater_of(head, precision=precision)
     tolerance = {"float32": 1e-6, "tf32": 1e-3, "bf16": 1e-2}[precision]
     assert run(updater, [10] * 5) == pytest.approx(run(exact, [10] * 5), rel=tolerance)
+
+
+def test_an_error_flag_keeps_captured_updates_from_changing_the_weights():
+    flag = torch.zeros((), dtype=torch.int32, device=CUDA)
+    model, _, updater = updater_of(skip=flag)
+    run(updater, [10] * 4)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    flag.fill_(1)
+    run(updater, [10] * 4)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    flag.zero_()
+    run(updater, [10])
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_repeated_updates_are_bitwise_equal(averaged):
+    runs = []
+    for _ in range(2):
+        model, optimizer, updater = updater_of()
+        if averaged:
+            optimizer.begin_averaging()
+        losses = run(updater, [10] * 6)
+        runs.append((losses, [p.detach().clone() for p in (*model.parameters(), *optimizer.averages)]))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+def test_evaluation_in_tf32_is_near_float32():
+    model, text = model_of(), torch.randint(WORDS, (300, 3))
+    losses = [evaluate(model, text, precision=precision).loss for precision in ("float32", "tf32")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[1] != losses[0]
 
 
 def test_evaluation_is_that_of_the_cpu():

@@ -136,3 +136,16 @@ def test_the_trigger(losses, epoch):
     trigger = NonMonotonicTrigger(5)
     fired = [number for number, loss in enumerate(losses, start=1) if trigger.fires(loss)]
     assert (fired[0] if fired else None) == epoch
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_an_update_that_is_skipped_changes_nothing(averaged):
+    ours = parameters_of()
+    optimizer = AveragedSgd(ours, clip=0.25, weight_decay=DECAY)
+    if averaged:
+        optimizer.begin_averaging()
+        optimizer.update(gradients_of(0), 3.0)
+    before = [tensor.detach().clone() for tensor in (*ours, *optimizer.state().values())]
+    optimizer.update(gradients_of(1), 5.0, skip=torch.ones((), dtype=torch.int32))
+    after = [*ours, *optimizer.state().values()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))

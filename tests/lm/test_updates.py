@@ -12,14 +12,14 @@ from sigsoftmax.lm.updates import Updater
 WORDS = 30
 
 
-def parts(head="sigsoftmax", seed=0, **training):
+def parts(head="sigsoftmax", seed=0, skip=None, **training):
     hidden = (12, 10) if "(K" in head else (12, 8)
     model = LanguageModel(ModelConfig(head=head, embedding=8, hidden=hidden), WORDS, seed=1)
     config = TrainingConfig(**{"batch": 4, "learning_rate": 5.0, "bptt": 10, **training})
     optimizer = AveragedSgd(list(model.parameters()), clip=config.clip, weight_decay=config.weight_decay)
     text = torch.randint(WORDS, (60, config.batch), generator=torch.Generator().manual_seed(9))
     generator = torch.Generator().manual_seed(seed)
-    updater = Updater(model, optimizer, text, config, generator=generator)
+    updater = Updater(model, optimizer, text, config, generator=generator, skip=skip)
     updater.begin_epoch()
     return model, config, text, updater
 
@@ -102,3 +102,14 @@ def test_an_epoch_begins_at_the_first_row_with_zero_state():
     assert int(state["count"]) == 0
     assert (state["hidden.0.0"] == 0.0).all()
     assert (state["cell.0.1"] == 0.0).all()
+
+
+def test_an_error_flag_keeps_the_weights():
+    flag = torch.ones((), dtype=torch.int32)
+    model, _, _, updater = parts(skip=flag)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    updater.run(drawn=9, length=9)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    flag.zero_()
+    updater.run(drawn=9, length=9)
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

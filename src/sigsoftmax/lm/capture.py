@@ -40,8 +40,9 @@ class RepeatedCalls:
         graph = torch.cuda.CUDAGraph()
         if self._generator is not None:
             graph.register_generator_state(self._generator)
-        # Not torch.cuda.graph: it collects garbage and empties the allocator's cache each time.
-        torch.cuda.synchronize()
+        # Not torch.cuda.graph: each time it collects garbage, empties the allocator's cache, and waits for all that the
+        # device has to do, where other runs can go on meanwhile.
+        torch.cuda.current_stream().synchronize()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             function()

@@ -217,6 +217,8 @@ class DynamicEvaluation:
     """whether the whole text was scored"""
     chosen: bool = False
     """whether these rates won on validation, or are the only ones"""
+    precision: str = "float32"
+    """of the windows"""
     seconds: float
 
     @property
@@ -235,6 +237,7 @@ class DynamicEvaluation:
             tokens=self.tokens,
             complete=self.complete,
             chosen=self.chosen,
+            precision=self.precision,
             seconds=self.seconds,
         )
 
@@ -248,6 +251,7 @@ class DynamicEvaluation:
             tokens=record.tokens,
             complete=record.complete,
             chosen=record.chosen,
+            precision=record.precision,
             seconds=record.seconds,
         )
 
@@ -278,10 +282,11 @@ class DynamicEvaluator:
         in_order = {name: statistics.rms[name] for name, _ in model.named_parameters()}
         statistics = replace(statistics, rms=in_order).to(model.embedding.device)
         self._split, self._progress, self._at_once = split, progress, at_once
+        self._precision: str = check_precision(precision, model.embedding.device)
         self._pass: WindowPass
         if can_adapt(model, statistics.window):
-            # In float32 whatever the precision, which could save no time.
-            check_precision(precision, model.embedding.device)
+            # In float32 whatever is asked for, since nothing else could save time.
+            self._precision = "float32"
             adapting = AdaptingModels(
                 model, in_order, ids_L, models=at_once, window=statistics.window, limit=limit, capture=capture
             )
@@ -338,6 +343,7 @@ class DynamicEvaluator:
                 loss=at.loss if at.broken_at is None else math.inf,
                 tokens=self._pass.scored(None if at.broken_at is None else at.broken_at - 1),
                 complete=self._complete and at.broken_at is None,
+                precision=self._precision,
                 seconds=self._seconds,
             )
             for rates, at in zip(self._rates, self._last_looks, strict=True)

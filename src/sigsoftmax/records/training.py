@@ -144,6 +144,8 @@ class DynamicEvaluationRecord:
     chosen: bool
     """whether this is the point that won on validation, or the only one"""
     seconds: float
+    precision: str = "float32"
+    """arithmetic of the windows that adapt; weights and steps are float32 in any"""
     clip_in_place: bool = False
     """whether the rates of one point stayed clipped in the next, as in the published script"""
 
