@@ -262,8 +262,7 @@ def ranks(records: Records) -> str:
     for m in records.spectra:
         spectrum = m.spectrum
         counts = [
-            "below noise" if (count := spectrum.count(rule)).rank is None else f"{count.rank:,}"
-            for rule in RANK_RULES
+            "below noise" if (count := spectrum.count(rule)).rank is None else f"{count.rank:,}" for rule in RANK_RULES
         ]
         epochs = records.curves.get((m.run.recipe, m.run.precision, m.run.seed), {})
         last = epochs[max(epochs)] if epochs else None
