@@ -1,0 +1,69 @@
+"""Compiles the kernels of a plan with NVRTC, which comes with torch's CUDA builds. It needs neither toolkit nor GPU.
+
+A program is one source file, the headers beside it, and the plan's constants as one more header.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from sigsoftmax.lm.recurrence.plans import KernelPlan
+
+__all__ = ["ARCHITECTURE", "CompilationError", "Source", "compile_together", "compiled"]
+
+Source = Literal["forward", "backward", "layout"]
+ARCHITECTURE = "sm_90a"
+FOLDER = Path(__file__).with_name("kernels")
+HEADERS = ("numerics.cuh", "exchange.cuh", "products.cuh")
+
+
+class CompilationError(RuntimeError):
+    """NVRTC refused a program; the text is its log."""
+
+
+def compile_together(programs: Sequence[tuple[Source, KernelPlan]]) -> None:
+    """Compile programs side by side, for :func:`compiled` to find."""
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(lambda program: compiled(*program), programs):
+            pass
+
+
+@functools.cache
+def compiled(source: Source, plan: KernelPlan) -> bytes:
+    """The binary of a source file with the constants of a plan."""
+    from cuda.bindings import nvrtc
+
+    text = (FOLDER / f"{source}.cu").read_text(encoding="utf-8")
+    headers = {name: (FOLDER / name).read_text(encoding="utf-8") for name in HEADERS} | {"plan.cuh": plan.header()}
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(
+            text.encode(),
+            f"{source}.cu".encode(),
+            len(headers),
+            [header.encode() for header in headers.values()],
+            [name.encode() for name in headers],
+        )
+    )
+    try:
+        options = [f"--gpu-architecture={ARCHITECTURE}".encode(), b"--std=c++17"]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CompilationError(f"{source}.cu does not compile for {plan}: {log.decode(errors='replace')}")
+        binary = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        _checked(nvrtc.nvrtcGetCUBIN(program, binary))
+        return binary
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _checked(results: tuple[Any, ...]) -> Any:
+    status, *values = results
+    if int(status) != 0:
+        raise CompilationError(f"NVRTC answered {status.name}")
+    return values[0] if values else None

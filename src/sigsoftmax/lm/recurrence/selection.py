@@ -1,0 +1,203 @@
+"""Which recurrence serves a layer: the persistent one where it can, torch's own LSTM everywhere else, and why.
+
+A plan is asked for, compiled, loaded and tried once, at the first pass of a layer with that batch, and kept. Whatever
+stands in its way (another device, shape or dtype, a library that is missing, a GPU that is partitioned or busy) is a
+reason to use torch's LSTM, and the reason can be read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.lm.recurrence.compilation import CompilationError
+from sigsoftmax.lm.recurrence.loading import DriverError, LayerKernels, describe_gpu, partition_of_gpu
+from sigsoftmax.lm.recurrence.operation import PATIENCE_NS, persistent_lstm
+from sigsoftmax.lm.recurrence.plans import LayerPlan, PlanPrecision, Refusal, plan_layer
+
+__all__ = ["SWITCH", "Recurrence", "RecurrenceFailed"]
+
+SWITCH = "SIGSOFTMAX_RECURRENCE"
+"""environment variable; ``torch`` makes every layer run on torch's own LSTM"""
+TRIAL_NS = 500_000_000
+Key = tuple[int, int, PlanPrecision]
+"""hidden units, columns, precision"""
+
+
+class RecurrenceFailed(RuntimeError):
+    """Thread blocks of a recurrence waited for each other in vain."""
+
+
+class Recurrence:
+    """The recurrence of a model's layers: settings, plans, and the error flag that its kernels share.
+
+    ``concurrent_runs`` is how many runs share the GPU. Copies share no state: they have the same settings.
+    """
+
+    def __init__(self, *, concurrent_runs: int = 1, plans: Iterable[LayerPlan] = ()) -> None:
+        self.concurrent_runs = concurrent_runs
+        self._asked = {_key(plan): plan for plan in plans}
+        self._chosen: dict[tuple[Key, torch.device], LayerKernels | Refusal] = {}
+        self._flag: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"concurrent_runs": self.concurrent_runs, "plans": list(self._asked.values())}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def choose(
+        self, hidden: int, batch: int, dtype: torch.dtype, device: torch.device, *, backward: bool
+    ) -> LayerKernels | Refusal:
+        """Kernels that are loaded, for ``backward`` too if asked for, or why there are none."""
+        precision = _precision(dtype, device)
+        if isinstance(precision, Refusal):
+            return precision
+        place = ((hidden, batch, precision), _indexed(device))
+        chosen = self._chosen.get(place)
+        if chosen is None:
+            chosen = self._chosen[place] = self._new(*place)
+        if isinstance(chosen, LayerKernels) and not chosen.is_loaded(backward=backward):
+            refusal = _loaded_and_tried(chosen, dtype, backward=backward)
+            if refusal is not None:
+                chosen = self._chosen[place] = refusal
+        return chosen
+
+    def _new(self, key: Key, device: torch.device) -> LayerKernels | Refusal:
+        try:
+            gpu = describe_gpu(device, self.concurrent_runs)
+            partition = partition_of_gpu(device)
+        except ImportError:
+            return Refusal("the package cuda-bindings is not installed")
+        except (RuntimeError, OSError) as error:
+            return Refusal(f"the CUDA driver cannot be asked: {error}")
+        if partition is not None:
+            return Refusal(partition)
+        plan = self._asked.get(key) or plan_layer(*key, gpu)
+        return plan if isinstance(plan, Refusal) else LayerKernels(plan, device)
+
+    # --- errors -----------------------------------------------------------------------------------------------------
+
+    def error_flag(self, device: torch.device) -> Tensor:
+        """One int32 on the device, 0 as long as all went well: kernels set it when a wait outlasts their patience.
+
+        From then on no kernel of this model waits, and results are NaN. Only :meth:`clear_error` sets it to 0 again.
+        """
+        if self._flag is None or self._flag.device != _indexed(device):
+            self._flag = torch.zeros(1, dtype=torch.int32, device=_indexed(device))
+        return self._flag
+
+    def raise_if_failed(self) -> None:
+        """Raise if a recurrence gave up waiting; looks at the device, so that it waits for it."""
+        flag = 0 if self._flag is None else int(self._flag)
+        if flag:
+            raise RecurrenceFailed(
+                f"the {'forward' if flag == 1 else 'backward'} LSTM recurrence waited in vain for "
+                f"{PATIENCE_NS / 1e9:g} s; updates since then were not made. Do other processes use the GPU, or has a "
+                f"debugger stopped it? {SWITCH}=torch goes on with torch's own LSTM"
+            )
+
+    def clear_error(self) -> None:
+        if self._flag is not None:
+            self._flag.zero_()
+
+    # --- what is used -----------------------------------------------------------------------------------------------
+
+    def describe(self, hidden: Sequence[int], batch: int, dtype: torch.dtype, device: torch.device) -> str:
+        """One sentence: which recurrence the layers of these widths use, and why."""
+        widths: dict[str, list[int]] = {}
+        for width in dict.fromkeys(hidden):
+            chosen = self.choose(width, batch, dtype, device, backward=True)
+            reason = chosen.reason if isinstance(chosen, Refusal) else ""
+            widths.setdefault(reason, []).append(width)
+        parts = []
+        for reason, served in widths.items():
+            which = "" if len(widths) == 1 else f" for layers of {' and '.join(map(str, served))} units"
+            parts.append(
+                f"torch's own LSTM{which}, because {reason}"
+                if reason
+                else f"persistent kernels{which}, the recurrent weights staying on chip for a whole window"
+            )
+        return "LSTM recurrence: " + "; ".join(parts)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The plans that are in use, for checkpoints: with the same ones a run gives the same bits."""
+        used = {key: kernels.plan for (key, _), kernels in self._chosen.items() if isinstance(kernels, LayerKernels)}
+        return [plan.to_json() for plan in used.values()]
+
+    def restore(
+        self,
+        plans: Sequence[Mapping[str, Any]],
+        hidden: Sequence[int],
+        batch: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> str | None:
+        """Use the plans that :meth:`to_json` wrote of a run of these layers; why it goes on differently, if it does."""
+        self._asked = {_key(plan): plan for plan in map(LayerPlan.from_json, plans)}
+        self._chosen.clear()
+        precision: PlanPrecision = "bf16" if dtype == torch.bfloat16 else "tf32"
+        for width in dict.fromkeys(hidden):
+            was_persistent = (width, batch, precision) in self._asked
+            now = self.choose(width, batch, dtype, device, backward=True)
+            if was_persistent and isinstance(now, Refusal):
+                return f"the persistent recurrence that the run was begun on cannot be had here: {now.reason}"
+            if not was_persistent and isinstance(now, LayerKernels):
+                return "the run was begun on torch's own LSTM and goes on with persistent kernels"
+        return None
+
+
+def _key(plan: LayerPlan) -> Key:
+    return plan.forward.hidden, plan.forward.batch, plan.forward.precision
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
+
+
+def _precision(dtype: torch.dtype, device: torch.device) -> PlanPrecision | Refusal:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return Refusal(f"the layer is on {device}, not on an NVIDIA GPU")
+    if os.environ.get(SWITCH) == "torch":
+        return Refusal(f"{SWITCH}=torch was set")
+    if dtype == torch.bfloat16:
+        return "bf16"
+    if dtype != torch.float32:
+        return Refusal(f"the layer computes in {dtype}, not in bfloat16 or float32")
+    library: Any = torch.backends.cudnn.rnn
+    return "tf32" if library.fp32_precision == "tf32" else Refusal("IEEE float32 products were asked for, not TF32")
+
+
+def _loaded_and_tried(kernels: LayerKernels, dtype: torch.dtype, *, backward: bool) -> Refusal | None:
+    """A window of two steps on zeros, so that what goes wrong goes wrong before a run."""
+    try:
+        kernels.load(backward=backward)
+        hidden, batch = kernels.plan.forward.hidden, kernels.plan.forward.batch
+        flag = torch.zeros(1, dtype=torch.int32, device=kernels.device)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=kernels.device, requires_grad=backward)
+
+        with torch.enable_grad():
+            output, *_ = persistent_lstm(
+                kernels,
+                zeros(2, batch, 1, dtype=dtype),
+                zeros(1, batch, hidden, dtype=dtype),
+                zeros(1, batch, hidden, dtype=dtype),
+                (zeros(4 * hidden, 1), zeros(4 * hidden, hidden), zeros(4 * hidden), zeros(4 * hidden)),
+                error_flag=flag,
+                patience_ns=TRIAL_NS,
+            )
+            if backward:
+                output.sum().backward()
+        if int(flag):
+            return Refusal(f"thread blocks waited in vain for {TRIAL_NS / 1e9:g} s in a trial: the GPU is busy")
+    except ImportError:
+        return Refusal("the package cuda-bindings is not installed")
+    except (CompilationError, DriverError, OSError) as error:
+        return Refusal(str(error))
+    return None
