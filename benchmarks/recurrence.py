@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -257,7 +258,7 @@ def main() -> None:
                     "backward": recurrence_times(kernels, "backward", layer),
                     "layer": layer_times(layer, of_plan(layer, kernels)) if name.startswith("runs") else (0.0, 0.0),
                     "cudnn layer": cudnn, "flag": int(FLAG),
-                    "plans": plan.to_json(),
+                    "plans": asdict(plan),
                 }  # fmt: skip
             except RuntimeError as error:
                 print(precision, hidden, batch, name, "FAILED", error, flush=True)

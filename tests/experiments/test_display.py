@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,18 @@ def test_bars_show_epoch_speed_and_perplexity(monkeypatch):
     printed = stream.getvalue()
     for part in ("ptb-softmax, seed 1", "epoch 2/10", "31,234 tokens/s", "99.98", "a word in between"):
         assert part in printed
+
+
+def test_the_note_of_a_run_goes_to_the_display_alone():
+    stream, told = io.StringIO(), []
+
+    class Other:
+        def watch(self, run, progress):
+            told.append(progress)
+
+    with PlainLines(stream) as lines:
+        tell = display.watching(lines, Other())
+        tell(RUN, replace(at(0), note="LSTM recurrence: torch's own LSTM"))
+        tell(RUN, epoch(1))
+    assert stream.getvalue().startswith("ptb-softmax, seed 1: LSTM recurrence: torch's own LSTM\n")
+    assert [progress.note for progress in told] == [None]

@@ -7,11 +7,13 @@ import signal
 
 import pytest
 import torch
+from tests.lm.recurrence.layers import H200
 from tests.lm.runs import assert_same_end, epochs_of, small_corpus, small_recipe, small_trainer
 
 from sigsoftmax.lm import checkpoints
 from sigsoftmax.lm.data import batchify
 from sigsoftmax.lm.evaluation import evaluate
+from sigsoftmax.lm.recurrence import RecurrenceFailed, plan_layer
 from sigsoftmax.lm.saved_models import load_model
 from sigsoftmax.lm.training import Diverged, Trainer, resolve_device, run_together
 
@@ -266,3 +268,36 @@ def test_bad_input(finished, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="'cuda' was asked for, but torch sees no CUDA device"):
             resolve_device("cuda")
+
+
+def test_the_first_word_of_a_run_and_its_records_say_what_computes_the_lstm(tmp_path):
+    trainer = small_trainer(tmp_path, recipe=small_recipe(epochs=1))
+    first = trainer.advance()
+    assert first.note == "LSTM recurrence: torch's own LSTM, because the layer is on cpu, not on an NVIDIA GPU"
+    notes = []
+    trainer.run(lambda progress: notes.append(progress.note))
+    assert not any(notes)
+    assert [record.recurrence for record in epochs_of(tmp_path)] == [first.note]
+
+
+def test_a_run_that_goes_on_with_another_recurrence_says_so_in_its_records(tmp_path, monkeypatch):
+    trainer = small_trainer(tmp_path, recipe=small_recipe(epochs=1))
+    monkeypatch.setattr(
+        trainer._recurrence, "plans_in_use", lambda: [plan_layer(width, 4, "tf32", H200) for width in (12, 8)]
+    )
+    trainer.run()
+    longer = small_trainer(tmp_path, recipe=small_recipe(epochs=2))
+    longer.run()
+    first, second = (record.recurrence for record in epochs_of(tmp_path))
+    assert second.startswith(first)
+    assert "the persistent recurrence that the run was begun on cannot be had here" in second
+
+
+def test_a_recurrence_that_failed_ends_the_run_and_saves_nothing(tmp_path):
+    trainer = small_trainer(tmp_path, recipe=small_recipe(epochs=2))
+    for _ in range(4):
+        trainer.advance()
+    trainer._recurrence._flag = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(RecurrenceFailed, match="updates since then were not made"):
+        trainer.run()
+    assert not (tmp_path / "last.safetensors").exists()

@@ -267,11 +267,14 @@ def _terminal_width() -> int:
     return shutil.get_terminal_size().columns
 
 
-def watching(*watchers: Watcher) -> Callable[[Run, Progress], None]:
-    """One function that tells all of them."""
+def watching(display: Display, *watchers: Watcher) -> Callable[[Run, Progress], None]:
+    """One function that tells all of them; the notes of a run are for the display alone."""
 
     def tell(run: Run, progress: Progress) -> None:
-        for watcher in watchers:
+        if progress.note is not None:
+            display.note(f"{run.name}: {progress.note}")
+            return
+        for watcher in (display, *watchers):
             watcher.watch(run, progress)
 
     return tell

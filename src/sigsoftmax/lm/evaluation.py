@@ -85,6 +85,7 @@ class Evaluator:
         """Of all columns; each process has read its own."""
         rows, batch = self._shape
         total = self._parallel.sum(self._total if self._counts else torch.zeros_like(self._total))
+        self._model.stack.recurrence.raise_if_failed()
         return Evaluation(float(total), (rows - 1) * batch, rows, batch)
 
     @torch.no_grad()

@@ -82,6 +82,10 @@ class LanguageModel(nn.Module):
             for parameter in (self.output.prior.weight, self.output.latent.weight, self.output.latent.bias):
                 parameter.uniform_(-bound, bound, generator=generator)
 
+    def describe_recurrence(self, batch: int, dtype: torch.dtype) -> str:
+        """One sentence: what computes the LSTM layers for that many columns, and why."""
+        return self.stack.recurrence.describe(self.config.hidden, batch, dtype, self.embedding.device)
+
     def zero_state(self, batch: int, dtype: torch.dtype = torch.float32) -> list[LayerState]:
         return self.stack.zero_state(batch, dtype)
 

@@ -1,7 +1,7 @@
-"""A stack of LSTM layers with weight drop.
+"""A stack of LSTM layers with weight drop, on the persistent recurrence where it serves and on torch's own elsewhere.
 
-The masked matrix is an argument of the LSTM operation, never an attribute of a module: a module may go on using weights
-that it has packed before, and then weight drop does nothing.
+The masked matrix is an argument of torch's LSTM operation, never an attribute of a module: a module may go on using
+weights that it has packed before, and then weight drop does nothing.
 
 Shapes: T time steps, B columns, I input features, H hidden features.
 """
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sigsoftmax.lm.recurrence import LayerKernels, Recurrence, persistent_lstm
 from sigsoftmax.lm.regularization import WeightDrop
 
 __all__ = ["LayerState", "LstmLayer", "LstmStack", "StackOutput", "carry_over"]
@@ -58,8 +59,33 @@ class LstmLayer(nn.Module):
             parameter.uniform_(-bound, bound, generator=generator)
 
     def forward(
-        self, input_TBI: Tensor, state: LayerState, weight_drop: WeightDrop | None
+        self,
+        input_TBI: Tensor,
+        state: LayerState,
+        weight_drop: WeightDrop | None,
+        recurrence: Recurrence,
+        *,
+        input_mask_1BI: Tensor | None = None,
     ) -> tuple[Tensor, LayerState]:
+        """Outputs and the state after the window; the input is multiplied by its mask."""
+        kernels = recurrence.choose(
+            self.hidden, input_TBI.shape[1], input_TBI.dtype, input_TBI.device, backward=torch.is_grad_enabled()
+        )
+        if isinstance(kernels, LayerKernels) and self.weight_hh.dtype == torch.float32:
+            output, hidden, cell = persistent_lstm(
+                kernels,
+                input_TBI,
+                state.hidden,
+                state.cell,
+                (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh),
+                error_flag=recurrence.error_flag(input_TBI.device),
+                input_mask_1BI=input_mask_1BI,
+                kept_4HH=None if weight_drop is None else weight_drop.kept_4HH,
+                scale=1.0 if weight_drop is None else weight_drop.scale,
+            )
+            return output, LayerState(hidden, cell)
+        if input_mask_1BI is not None:
+            input_TBI = input_TBI * input_mask_1BI.to(input_TBI.dtype)
         return _lstm(input_TBI, state, self.packed(weight_drop, input_TBI.dtype))
 
     def packed(self, weight_drop: WeightDrop | None, dtype: torch.dtype) -> list[Tensor]:
@@ -88,6 +114,7 @@ class LstmStack(nn.Module):
         super().__init__()
         widths = [inputs, *hidden]
         self.layers = nn.ModuleList(LstmLayer(i, h) for i, h in pairwise(widths))
+        self.recurrence = Recurrence()
 
     def in_order(self) -> list[LstmLayer]:
         return [layer for layer in self.layers if isinstance(layer, LstmLayer)]
@@ -107,9 +134,11 @@ class LstmStack(nn.Module):
     ) -> StackOutput:
         new_states: list[LayerState] = []
         output = input_TBI
+        # The mask after a layer is that of the next one's input, where the persistent recurrence has it for nothing.
+        masks = [None, *hidden_masks]
         for index, layer in enumerate(self.in_order()):
-            output, state = layer(output, states[index], weight_masks[index])
+            output, state = layer(
+                output, states[index], weight_masks[index], self.recurrence, input_mask_1BI=masks[index]
+            )
             new_states.append(state)
-            if index < len(hidden_masks) and (mask := hidden_masks[index]) is not None:
-                output = output * mask.to(output.dtype)
         return StackOutput(output, new_states)

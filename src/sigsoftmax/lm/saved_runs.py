@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from sigsoftmax.lm.recurrence.plans import LayerPlan
 from sigsoftmax.lm.saved_models import SavedModel, check_tensors
 
 __all__ = ["SavedRun", "check_run_tensors", "prefixed", "unprefixed"]
@@ -61,6 +62,8 @@ class SavedRun(SavedModel):
     window_lengths: SavedWindowLengths
     records_bytes: int
     """length of the records when this was saved"""
+    recurrence: tuple[LayerPlan, ...] = ()
+    """plans of the persistent recurrence that were in use; none where torch's own LSTM was"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,11 +35,12 @@ from sigsoftmax.lm.memory import check_model_fits
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd, NonMonotonicTrigger
 from sigsoftmax.lm.parallel import Kind, divided
-from sigsoftmax.lm.precision import check_precision, resolve_evaluation_precision
+from sigsoftmax.lm.precision import arithmetic, check_precision, lstm_dtype, resolve_evaluation_precision
 from sigsoftmax.lm.saved_models import check_same_corpus, first_not_finite, load_model, saved_meta, typed_meta
 from sigsoftmax.lm.saved_runs import SavedRun, check_run_tensors, prefixed, unprefixed
 from sigsoftmax.lm.updates import Updater
 from sigsoftmax.records import Environment, Record, append
+from sigsoftmax.records.envelope import to_plain
 from sigsoftmax.records.training import EpochRecord, RunIdentity
 
 __all__ = ["Diverged", "Phase", "Progress", "Trainer", "resolve_device", "run_together"]
@@ -74,6 +75,8 @@ class Progress:
     """mean of the last full part of the epoch"""
     record: EpochRecord | None = None
     """when an epoch has ended"""
+    note: str | None = None
+    """what a run says once, before it begins"""
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -147,6 +150,8 @@ class Trainer:
             check_same_corpus(loaded.meta, self.corpus, start)
             self.model = loaded.model
         count = sum(parameter.numel() for parameter in self.model.parameters())
+        self._recurrence = self.model.stack.recurrence
+        self._recurrence.concurrent_runs = self._concurrent_runs
         self._parallel = divided(self.model, parallel)
         text_RB = batchify(self.corpus.train, config.batch)
         valid_RB = batchify(self.corpus.valid, config.evaluation_batch)
@@ -171,6 +176,7 @@ class Trainer:
             precision=self.precision,
             capture=capture,
             parallel=self._parallel,
+            skip=self._recurrence.error_flag(self.device) if self._stream is not None else None,
         )
         self._evaluator = Evaluator(
             self.model,
@@ -192,6 +198,7 @@ class Trainer:
         self._seconds = 0.0
         """spent on the current epoch before a resumption"""
         self._stale = False
+        self._recurrence_change: str | None = None
         self.identity = RunIdentity(
             recipe=self.recipe.name,
             overrides=self.recipe.overrides,
@@ -261,7 +268,10 @@ class Trainer:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def _run(self) -> Generator[Progress | None, None, None]:
-        self._saved, self._updates_since_save = time.monotonic(), 0
+        self._began = self._saved = time.monotonic()
+        self._updates_since_save = 0
+        if not self.finished:
+            yield dataclasses.replace(self._progress(self._row, None), note=self._recurrence_sentence())
         if self.phase == "finetune" and not self._best:
             evaluation = yield from self._validated()
             self._check_validated(evaluation)
@@ -326,6 +336,7 @@ class Trainer:
             valid_loss=evaluation.loss,
             valid_loss_over_rows=evaluation.loss_over_rows,
             evaluation_precision=self.evaluation_precision,
+            recurrence=self._recurrence_sentence(),
             is_best=is_best,
             seconds_training=seconds_training,
             seconds_validation=time.monotonic() - began,
@@ -357,10 +368,17 @@ class Trainer:
         self._best = {name: tensor.detach().clone() for name, tensor in self._parallel.parts.items()}
         self._best_loss, self._best_epoch = loss, epoch
 
+    def _recurrence_sentence(self) -> str:
+        """What computes the LSTM layers, and why."""
+        with arithmetic(self.precision, self.device):
+            sentence = self.model.describe_recurrence(self._updater.columns_at_once, lstm_dtype(self.precision))
+        return sentence if self._recurrence_change is None else f"{sentence}; {self._recurrence_change}"
+
     # --- what diverges ----------------------------------------------------------------------------------------------
 
     def _check_losses(self) -> float | None:
         """The mean loss of the last full part. Raises before anything is saved if a loss is not finite."""
+        self._recurrence.raise_if_failed()
         losses = self._updater.losses(0, self._update)
         for index, loss in enumerate(losses):
             if not math.isfinite(loss):
@@ -469,6 +487,7 @@ class Trainer:
             "stale": self._stale,
             "losses": self._trigger.losses,
             "window_lengths": self._lengths.state(),
+            "recurrence": to_plain(self._recurrence.plans_in_use()),
             "records_bytes": self.records_path.stat().st_size if self.records_path.exists() else 0,
         }
 
@@ -512,6 +531,14 @@ class Trainer:
         self._epoch, self._row, self._update = meta.epoch, meta.row, meta.update
         self._seconds, self._stale = meta.seconds, meta.stale
         self._saved_place, self._saved_best = self._place(), meta.best_epoch if self._best else None
+        with arithmetic(self.precision, self.device):
+            self._recurrence_change = self._recurrence.restore(
+                meta.recurrence,
+                self.recipe.model.hidden,
+                self._updater.columns_at_once,
+                lstm_dtype(self.precision),
+                self.device,
+            )
         # Epochs after the checkpoint are trained again, and would be recorded twice.
         if (
             self._parallel.is_first

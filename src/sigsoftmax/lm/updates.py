@@ -72,6 +72,11 @@ class Updater:
         self._calls = RepeatedCalls(self._device, generator, capture=capture)
         self._mode = optimizer.mode
 
+    @property
+    def columns_at_once(self) -> int:
+        """Columns of one pass of the model."""
+        return self._part
+
     def begin_epoch(self) -> None:
         """At the first row, with zero state."""
         for tensor in (*self._numbers().values(), *(t for states in self._states for state in states for t in state)):

@@ -225,6 +225,11 @@ class WindowGradients(WindowPass):
     def _carried(self) -> Sequence[LayerState]:
         return self._states
 
+    def losses(self, windows: int) -> list[tuple[float, int | None]]:
+        with self.on_stream():
+            self._model.stack.recurrence.raise_if_failed()
+        return super().losses(windows)
+
     @contextmanager
     def _plain_lstm(self) -> Iterator[None]:
         """Without oneDNN, which packs the weights anew for each call: for a few tokens that is most of the work."""

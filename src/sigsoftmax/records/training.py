@@ -65,6 +65,8 @@ class EpochRecord:
     """the published scripts' value: the sum divided by the rows of the batch, not by the rows scored"""
     evaluation_precision: str = "float32"
     """arithmetic of the validation: ``float32``, or ``tf32`` for its products"""
+    recurrence: str = ""
+    """what computed the LSTM layers and why, and whether a resumption changed it; empty in records of older versions"""
     is_best: bool
     seconds_training: float
     seconds_validation: float

@@ -8,6 +8,7 @@ import pytest
 from tests.lm.recurrence.layers import H200, PRECISIONS, SHARED_H200, recipe_layers
 
 from sigsoftmax.lm.recurrence.plans import RANKS, KernelPlan, LayerPlan, Refusal, feasible, plan_layer
+from sigsoftmax.records.envelope import from_plain, to_plain
 
 
 def kernels_of(gpu):
@@ -47,7 +48,7 @@ def test_runs_that_share_a_gpu_leave_room_for_each_other_where_the_matrix_allows
 def test_the_same_plan_each_time_and_through_json():
     plan = plan_layer(1150, 20, "bf16", H200)
     assert plan_layer(1150, 20, "bf16", H200) == plan
-    assert LayerPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert from_plain(LayerPlan, json.loads(json.dumps(to_plain(plan))), "plan") == plan
 
 
 def test_the_fastest_by_the_measured_model_is_taken():

@@ -1,6 +1,7 @@
 """Where the persistent recurrence is not used: why, in words, and that layers then run on torch's own LSTM."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tests.lm.recurrence.layers import H200
 from sigsoftmax.lm.config import ModelConfig
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.recurrence import LayerKernels, Recurrence, RecurrenceFailed, Refusal, plan_layer, selection
+from sigsoftmax.lm.recurrence.plans import feasible
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -97,18 +99,31 @@ def test_the_sentence_names_the_layers_that_differ(gpu):
 def test_plans_in_use_are_written_and_used_again(gpu):
     recurrence = Recurrence(concurrent_runs=2)
     recurrence.choose(1150, 20, torch.bfloat16, CUDA, backward=True)
-    written = recurrence.to_json()
-    assert [plan["forward"]["hidden"] for plan in written] == [1150]
-    written[0]["forward"]["row_tiles"] = 10
-    other = Recurrence()
-    assert other.restore(written, (1150,), 20, torch.bfloat16, CUDA) is None
-    assert other.choose(1150, 20, torch.bfloat16, CUDA, backward=True).plan.forward.row_tiles == 10
+    (used,) = recurrence.plans_in_use()
+    assert used.forward.hidden == 1150
+    # Another plan than the one that would be chosen, and one that fits.
+    *_, forward = feasible("forward", 1150, 20, "bf16", H200, multiprocessors=H200.multiprocessors)
+    assert forward != used.forward
+    asked, other = replace(used, forward=forward), Recurrence()
+    assert other.restore([asked], (1150,), 20, torch.bfloat16, CUDA) is None
+    assert other.choose(1150, 20, torch.bfloat16, CUDA, backward=True).plan == asked
+
+
+@pytest.mark.parametrize("change", [{"row_tiles": 10**9}, {"groups": 0}, {"register_tiles": -5}, {"warps": 64}])
+def test_a_plan_from_a_file_that_no_planner_makes_is_not_used(gpu, change):
+    plan = plan_layer(400, 20, "bf16", H200)
+    recurrence = Recurrence()
+    told = recurrence.restore(
+        [replace(plan, backward=replace(plan.backward, **change))], (400,), 20, torch.bfloat16, CUDA
+    )
+    assert "begun on a plan that does not fit this GPU" in told
+    assert recurrence.choose(400, 20, torch.bfloat16, CUDA, backward=True).plan == plan
 
 
 def test_a_plan_that_cannot_be_had_is_told(gpu):
     recurrence = Recurrence()
     recurrence.choose(400, 20, torch.bfloat16, CUDA, backward=True)
-    written = recurrence.to_json()
+    written = recurrence.plans_in_use()
     gpu.setenv("SIGSOFTMAX_RECURRENCE", "torch")
     reason = Recurrence().restore(written, (400,), 20, torch.bfloat16, CUDA)
     assert reason.startswith("the persistent recurrence that the run was begun on cannot be had here: SIGSOFTMAX")
@@ -124,7 +139,7 @@ def test_copies_have_the_settings_and_no_kernels(gpu):
     recurrence.choose(400, 20, torch.bfloat16, CUDA, backward=True)
     for duplicate in (copy.copy(recurrence), copy.deepcopy(recurrence)):
         assert duplicate.concurrent_runs == 4
-        assert duplicate.to_json() == []
+        assert duplicate.plans_in_use() == ()
 
 
 def test_a_flag_that_is_set_becomes_an_exception_until_it_is_cleared():

@@ -9,9 +9,9 @@ of the layer and a description of the GPU: it needs no GPU, and gives the same p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
 
 __all__ = ["Direction", "GpuDescription", "KernelPlan", "LayerPlan", "PlanPrecision", "Refusal", "plan_layer"]
 
@@ -176,13 +176,20 @@ class LayerPlan:
     forward: KernelPlan
     backward: KernelPlan
 
-    def to_json(self) -> dict[str, Any]:
-        """As a checkpoint holds it."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> LayerPlan:
-        return cls(**{direction: KernelPlan(**values) for direction, values in plain.items()})
+    def fits(self, gpu: GpuDescription) -> bool:
+        """Whether the planner could have made this plan for that GPU; what a file says need not be a plan at all."""
+        return all(
+            kernel
+            in feasible(
+                direction,
+                self.forward.hidden,
+                self.forward.batch,
+                self.forward.precision,
+                gpu,
+                multiprocessors=gpu.multiprocessors,
+            )
+            for direction, kernel in (("forward", self.forward), ("backward", self.backward))
+        )
 
 
 def plan_layer(hidden: int, batch: int, precision: PlanPrecision, gpu: GpuDescription) -> LayerPlan | Refusal:

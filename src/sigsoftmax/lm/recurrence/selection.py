@@ -77,7 +77,8 @@ class Recurrence:
             return Refusal(f"the CUDA driver cannot be asked: {error}")
         if partition is not None:
             return Refusal(partition)
-        plan = self._asked.get(key) or plan_layer(*key, gpu)
+        asked = self._asked.get(key)
+        plan = asked if asked is not None and asked.fits(gpu) else plan_layer(*key, gpu)
         return plan if isinstance(plan, Refusal) else LayerKernels(plan, device)
 
     # --- errors -----------------------------------------------------------------------------------------------------
@@ -124,30 +125,31 @@ class Recurrence:
             )
         return "LSTM recurrence: " + "; ".join(parts)
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """The plans that are in use, for checkpoints: with the same ones a run gives the same bits."""
+    def plans_in_use(self) -> tuple[LayerPlan, ...]:
+        """The plans that a checkpoint holds: with the same ones a run gives the same bits."""
         used = {key: kernels.plan for (key, _), kernels in self._chosen.items() if isinstance(kernels, LayerKernels)}
-        return [plan.to_json() for plan in used.values()]
+        return tuple(used.values())
 
     def restore(
         self,
-        plans: Sequence[Mapping[str, Any]],
+        plans: Iterable[LayerPlan],
         hidden: Sequence[int],
         batch: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> str | None:
-        """Use the plans that :meth:`to_json` wrote of a run of these layers; why it goes on differently, if it does."""
-        self._asked = {_key(plan): plan for plan in map(LayerPlan.from_json, plans)}
+        """Use these plans, of :meth:`plans_in_use`, for a run of these layers; why it goes on differently, if it does."""
+        self._asked = {_key(plan): plan for plan in plans}
         self._chosen.clear()
         precision: PlanPrecision = "bf16" if dtype == torch.bfloat16 else "tf32"
         for width in dict.fromkeys(hidden):
-            was_persistent = (width, batch, precision) in self._asked
+            asked = self._asked.get((width, batch, precision))
             now = self.choose(width, batch, dtype, device, backward=True)
-            if was_persistent and isinstance(now, Refusal):
+            if asked is not None and isinstance(now, Refusal):
                 return f"the persistent recurrence that the run was begun on cannot be had here: {now.reason}"
-            if not was_persistent and isinstance(now, LayerKernels):
-                return "the run was begun on torch's own LSTM and goes on with persistent kernels"
+            if isinstance(now, LayerKernels) and now.plan != asked:
+                begun = "torch's own LSTM" if asked is None else "a plan that does not fit this GPU"
+                return f"the run was begun on {begun} and goes on with another plan of the persistent recurrence"
         return None
 
 
