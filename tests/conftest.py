@@ -1,6 +1,7 @@
 """What every test stands on: the CPU settings torch needs, a fixed seed, and a family left as it was found."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 # torch 2.13's half-precision products fail on CPUs that advertise AMX unless oneDNN is told to leave it alone. It
@@ -14,6 +15,10 @@ import pytest
 import torch
 
 from sigsoftmax import family
+
+# A shell starts background jobs with SIGINT ignored, and child processes inherit that: tests that interrupt one would
+# fail there. A signal that is handled, in contrast, is back to its default in children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:
     import hypothesis

@@ -13,7 +13,7 @@ from tests.lm.runs import assert_same_end, epochs_of, small_corpus, small_recipe
 from sigsoftmax.lm import checkpoints
 from sigsoftmax.lm.data import batchify
 from sigsoftmax.lm.evaluation import evaluate
-from sigsoftmax.lm.recurrence import RecurrenceFailed, plan_layer
+from sigsoftmax.lm.recurrence import plan_layer
 from sigsoftmax.lm.saved_models import load_model
 from sigsoftmax.lm.training import Diverged, Trainer, resolve_device, run_together
 
@@ -298,6 +298,29 @@ def test_a_recurrence_that_failed_ends_the_run_and_saves_nothing(tmp_path):
     for _ in range(4):
         trainer.advance()
     trainer._recurrence._flag = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(RecurrenceFailed, match="updates since then were not made"):
+    with pytest.raises(Diverged, match=r"are NaN, after update.*Kept: nothing.*SIGSOFTMAX_RECURRENCE=torch"):
         trainer.run()
     assert not (tmp_path / "last.safetensors").exists()
+
+
+def test_a_recurrence_that_fails_in_the_validation_ends_the_run_too(tmp_path):
+    trainer = small_trainer(tmp_path, recipe=small_recipe(epochs=2))
+    validated = trainer._evaluator.launch
+
+    def fails():
+        yield from validated()
+        trainer._recurrence._flag = torch.ones(1, dtype=torch.int32)
+
+    trainer._evaluator.launch = fails
+    with pytest.raises(Diverged, match=r"forward LSTM recurrence waited in vain.*in the validation after update"):
+        trainer.run()
+    assert not (tmp_path / "best.safetensors").exists()
+
+
+def test_one_run_whose_recurrence_fails_does_not_end_the_others(tmp_path):
+    trainers = [small_trainer(tmp_path / name, recipe=small_recipe(epochs=1)) for name in ("one", "other")]
+    trainers[0]._recurrence._flag = torch.ones(1, dtype=torch.int32)
+    ended = []
+    with pytest.raises(Diverged, match="waited in vain"):
+        ended.extend(run_together(trainers, lambda *_: None))
+    assert (tmp_path / "other" / "last.safetensors").exists()

@@ -71,9 +71,13 @@ def text_config(config: Any) -> Any:
 
 
 def skeleton_of(transformers: Any, name: str, settings: Any, *, trust_remote_code: bool = False) -> Any:
+    from sigsoftmax.integrations.huggingface.loading import SigsoftmaxConfig, SigsoftmaxForCausalLM
+
+    saved_with_function = isinstance(settings, SigsoftmaxConfig)
+    build = SigsoftmaxForCausalLM._from_config if saved_with_function else transformers.AutoModelForCausalLM.from_config
     try:
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=trust_remote_code)
+            return build(settings, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError) as error:
         refuse_code_of_others(name, error)
         raise ValueError(

@@ -138,6 +138,7 @@ class _Probe:
         with self._on_stream():
             check_model_fits(recipe.model, len(corpus.vocabulary), device, is_trained=True)
             self.model = LanguageModel(recipe.model, len(corpus.vocabulary), seed=recipe.seed).to(device)
+            self.model.stack.recurrence.concurrent_runs = resources.at_once
             text_RB = batchify(corpus.train, config.batch)
             self._length = min(config.bptt, text_RB.shape[0] - 1)
             self._left = self._steps = (text_RB.shape[0] - 1) // self._length

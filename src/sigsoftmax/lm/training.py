@@ -36,6 +36,7 @@ from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.optimization import AveragedSgd, NonMonotonicTrigger
 from sigsoftmax.lm.parallel import Kind, divided
 from sigsoftmax.lm.precision import arithmetic, check_precision, lstm_dtype, resolve_evaluation_precision
+from sigsoftmax.lm.recurrence import RecurrenceFailed
 from sigsoftmax.lm.saved_models import check_same_corpus, first_not_finite, load_model, saved_meta, typed_meta
 from sigsoftmax.lm.saved_runs import SavedRun, check_run_tensors, prefixed, unprefixed
 from sigsoftmax.lm.updates import Updater
@@ -54,7 +55,7 @@ IN_FLIGHT = 8
 
 
 class Diverged(ArithmeticError):
-    """The loss, or what the run would save, is no longer finite."""
+    """The loss, or what the run would save, is no longer finite; other runs of the process can go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,7 +363,10 @@ class Trainer:
             done = self._stream.record_event()
             while not done.query():
                 yield None
-        return self._evaluator.result()
+        try:
+            return self._evaluator.result()
+        except RecurrenceFailed as error:
+            raise self._diverged(f"{error.problem}, in the validation {self._place()}", error.ADVICE) from None
 
     def _keep_best(self, loss: float, *, epoch: int) -> None:
         self._best = {name: tensor.detach().clone() for name, tensor in self._parallel.parts.items()}
@@ -378,7 +382,10 @@ class Trainer:
 
     def _check_losses(self) -> float | None:
         """The mean loss of the last full part. Raises before anything is saved if a loss is not finite."""
-        self._recurrence.raise_if_failed()
+        try:
+            self._recurrence.raise_if_failed()
+        except RecurrenceFailed as error:
+            raise self._diverged(f"{error.problem}, {self._place()}", error.ADVICE) from None
         losses = self._updater.losses(0, self._update)
         for index, loss in enumerate(losses):
             if not math.isfinite(loss):
@@ -411,7 +418,7 @@ class Trainer:
             return f"after update {self._update} of epoch {self._epoch}"
         return f"after epoch {self._epoch - 1}" if self._epoch > 1 else "before the first update"
 
-    def _diverged(self, problem: str) -> Diverged:
+    def _diverged(self, problem: str, advice: str | None = None) -> Diverged:
         """The error to raise, which tells what is kept. The best weights, which are finite, are kept first."""
         best = self._parallel.whole(self._best)
         if best and self._saved_best != self._best_epoch:
@@ -425,8 +432,8 @@ class Trainer:
         if best:
             kept.append(f"{self.best_path} holds the best weights, of epoch {self._best_epoch}")
         self._divergence = Diverged(
-            f"{problem}; nothing was saved since. Kept: {'; '.join(kept) or 'nothing, since no epoch had ended'}. Try "
-            f"a lower learning_rate than {self.config.learning_rate:g}, in another folder"
+            f"{problem}; nothing was saved since. Kept: {'; '.join(kept) or 'nothing, since no epoch had ended'}. "
+            + (advice or f"Try a lower learning_rate than {self.config.learning_rate:g}, in another folder")
         )
         return self._divergence
 
@@ -590,7 +597,8 @@ def run_together(
                 if progress is not None:
                     idle = False
                     watch(trainer, progress)
-                    if trainer.agreed(stop.asked or time.monotonic() >= until):
+                    # With its note a run has only said something: it stops where there is something to save.
+                    if progress.note is None and trainer.agreed(stop.asked or time.monotonic() >= until):
                         running.remove(trainer)
                         stopped = True
                         try:

@@ -7,11 +7,12 @@ from tests.lm.runs import small_recipe, small_trainer
 
 from sigsoftmax.lm.capture import RepeatedCalls
 from sigsoftmax.lm.precision import arithmetic
-from sigsoftmax.lm.recurrence import LayerKernels, RecurrenceFailed, persistent_lstm, plan_layer, selection
+from sigsoftmax.lm.recurrence import LayerKernels, persistent_lstm, plan_layer, selection
 from sigsoftmax.lm.recurrence.compilation import compile_together
 from sigsoftmax.lm.recurrence.loading import describe_gpu
 from sigsoftmax.lm.recurrent import LstmStack
 from sigsoftmax.lm.regularization import WeightDrop
+from sigsoftmax.lm.training import Diverged
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -292,7 +293,7 @@ def test_a_failure_ends_the_run_and_leaves_the_weights_alone(tmp_path):
     torch.cuda.synchronize()
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.model.stack.recurrence.error_flag(CUDA).fill_(1)
-    with pytest.raises(RecurrenceFailed, match="updates since then were not made"):
+    with pytest.raises(Diverged, match=r"are NaN, after update.*Kept: nothing.*SIGSOFTMAX_RECURRENCE=torch"):
         trainer.run()
     for old, new in zip(before, trainer.model.parameters(), strict=True):
         assert torch.equal(old, new)

@@ -147,8 +147,9 @@ class SigsoftmaxForCausalLM:
         return load_remembered(name_or_path, config.to_dict(), **options)
 
     @classmethod
-    def _from_config(cls, config: Any, **options: Any) -> Any:
-        own_config, own_class = own_classes(config.name_or_path, config.to_dict())
+    def _from_config(cls, config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
+        """``AutoModelForCausalLM.from_config`` keeps the permission to itself: ask here for a model with own code."""
+        own_config, own_class = own_classes(config.name_or_path, config.to_dict(), trust_remote_code=trust_remote_code)
         return patched_class(own_class)._from_config(own_config, **options)
 
     @classmethod

@@ -66,8 +66,8 @@ def _check(
     if steps < 1 or batch != plan.batch:
         raise ValueError(f"this plan is for windows of {plan.batch} columns, got an input of {tuple(input_TBI.shape)}")
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-    for tensor, shape in ((input_TBI, input_TBI.shape), (hidden_1BH, state), (cell_1BH, state)):
-        if tensor.shape != shape or tensor.dtype != dtype:
+    for tensor, expected in ((input_TBI, input_TBI.shape), (hidden_1BH, state), (cell_1BH, state)):
+        if tensor.shape != expected or tensor.dtype != dtype:
             raise ValueError(
                 f"input and states must be {dtype}, states of {state}; got {tensor.dtype} of {tensor.shape}"
             )

@@ -178,17 +178,10 @@ class LayerPlan:
 
     def fits(self, gpu: GpuDescription) -> bool:
         """Whether the planner could have made this plan for that GPU; what a file says need not be a plan at all."""
-        return all(
-            kernel
-            in feasible(
-                direction,
-                self.forward.hidden,
-                self.forward.batch,
-                self.forward.precision,
-                gpu,
-                multiprocessors=gpu.multiprocessors,
-            )
-            for direction, kernel in (("forward", self.forward), ("backward", self.backward))
+        layer = self.forward.hidden, self.forward.batch, self.forward.precision
+        whole = gpu.multiprocessors
+        return self.forward in feasible("forward", *layer, gpu, multiprocessors=whole) and self.backward in feasible(
+            "backward", *layer, gpu, multiprocessors=whole
         )
 
 

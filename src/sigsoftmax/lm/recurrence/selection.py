@@ -28,8 +28,17 @@ Key = tuple[int, int, PlanPrecision]
 """hidden units, columns, precision"""
 
 
-class RecurrenceFailed(RuntimeError):
-    """Thread blocks of a recurrence waited for each other in vain."""
+class RecurrenceFailed(ArithmeticError):
+    """Thread blocks of a recurrence waited for each other in vain, so that its results are NaN."""
+
+    ADVICE = f"Do other processes use the GPU, or has a debugger stopped it? {SWITCH}=torch uses torch's own LSTM"
+
+    def __init__(self, direction: str) -> None:
+        self.problem = (
+            f"the {direction} LSTM recurrence waited in vain for {PATIENCE_NS / 1e9:g} s, and its results since then "
+            "are NaN"
+        )
+        super().__init__(f"{self.problem}. {self.ADVICE}")
 
 
 class Recurrence:
@@ -96,11 +105,7 @@ class Recurrence:
         """Raise if a recurrence gave up waiting; looks at the device, so that it waits for it."""
         flag = 0 if self._flag is None else int(self._flag)
         if flag:
-            raise RecurrenceFailed(
-                f"the {'forward' if flag == 1 else 'backward'} LSTM recurrence waited in vain for "
-                f"{PATIENCE_NS / 1e9:g} s; updates since then were not made. Do other processes use the GPU, or has a "
-                f"debugger stopped it? {SWITCH}=torch goes on with torch's own LSTM"
-            )
+            raise RecurrenceFailed("forward" if flag == 1 else "backward")
 
     def clear_error(self) -> None:
         if self._flag is not None:
@@ -138,7 +143,7 @@ class Recurrence:
         dtype: torch.dtype,
         device: torch.device,
     ) -> str | None:
-        """Use these plans, of :meth:`plans_in_use`, for a run of these layers; why it goes on differently, if it does."""
+        """Use the plans of :meth:`plans_in_use` for a run of these layers; why it goes on differently, if it does."""
         self._asked = {_key(plan): plan for plan in plans}
         self._chosen.clear()
         precision: PlanPrecision = "bf16" if dtype == torch.bfloat16 else "tf32"
