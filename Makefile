@@ -72,7 +72,7 @@ bench-classifiers: $(VENV)/.installed-dev ## heads of a digit classifier with fe
 	$(BIN)/python benchmarks/classifiers.py $(ARGS)
 
 bench-lm: $(VENV)/.installed-dev ## the first epochs of the paper's recipes on a CUDA device: hours on a small one
-	$(BIN)/python benchmarks/language_models.py bf16 controls mixtures alone dynamic ranks float32 $(ARGS)
+	$(BIN)/python benchmarks/language_models.py times bf16 mixtures dynamic ranks float32 $(ARGS)
 
 reproduction-docs: $(VENV)/.installed-dev ## tables of docs/reproduction.md, from results
 	$(BIN)/python benchmarks/write_reproduction.py $(ARGS)

@@ -1,11 +1,11 @@
 """The first epochs of the paper's recipes on a GPU: curves, time, memory, dynamic evaluation, ranks.
 
-    python benchmarks/language_models.py bf16 controls mixtures alone dynamic ranks float32 --data FOLDER
+    python benchmarks/language_models.py times bf16 mixtures dynamic ranks float32 --data FOLDER
 
-Runs go to runs/gate and go on where they stopped; records go to results/. Stages: `float32` and `bf16` train
-ptb-softmax (and in bf16 ptb-sigsoftmax) with three seeds for 22 epochs, all at once; `controls` does so with
-softmax(alpha=1.5) and gss(k=0), in bf16; `mixtures` trains ptb-mos and ptb-moss for 12; `alone` times epochs of single
-runs; `dynamic` and `ranks` take the models that `bf16` and `mixtures` trained.
+Runs go to runs/gate and go on where they stopped; records go to results/. Stages: `times` times epochs of single runs
+and of several at once; `bf16` trains softmax, sigsoftmax and the controls softmax(alpha=1.5) and gss(k=0) on Penn
+Treebank with three seeds for 22 epochs, all at once; `float32` does so with softmax; `mixtures` trains ptb-mos and
+ptb-moss for 12; `dynamic` and `ranks` take the models that `bf16` and `mixtures` trained.
 """
 
 from __future__ import annotations
@@ -37,7 +37,20 @@ from sigsoftmax.records.training import EvaluationRecord
 
 RUNS = Path("runs/gate")
 SEEDS = (141, 142, 143)
-SINGLE_EPOCHS, MIXTURE_EPOCHS, ALONE_EPOCHS = 22, 12, 5
+SINGLE_EPOCHS, MIXTURE_EPOCHS, TIMED_EPOCHS = 22, 12, 5
+HEADS = ("ptb-softmax", "ptb-sigsoftmax", "ptb-softmax-1.5", "ptb-gss-0")
+"""softmax, sigsoftmax, and what sigsoftmax is compared with besides: its scale alone, and another member"""
+TIMED = (
+    ("ptb-softmax", "bf16", 1),
+    ("ptb-sigsoftmax", "bf16", 1),
+    ("ptb-softmax", "bf16", 2),
+    ("ptb-softmax", "bf16", 4),
+    ("ptb-softmax", "tf32", 1),
+    ("ptb-mos", "bf16", 1),
+    ("ptb-moss", "bf16", 1),
+    ("wt2-softmax", "bf16", 1),
+)
+"""recipe, precision, runs at once"""
 DYNAMIC_RATES = Rates(learning_rate=5e-5, decay=2e-3, epsilon=2e-5)
 """one point in the middle of the published grid"""
 
@@ -55,8 +68,20 @@ class Run:
 
 
 class Bench:
-    def __init__(self, corpus: Corpus, results: Path, device: str, epochs: int | None) -> None:
-        self.corpus, self.results, self.device, self.epochs = corpus, results, device, epochs
+    def __init__(self, data: Path | None, results: Path, device: str, epochs: int | None) -> None:
+        self.data, self.results, self.device, self.epochs = data, results, device, epochs
+        self.corpora: dict[str, Corpus] = {}
+
+    @property
+    def corpus(self) -> Corpus:
+        """Penn Treebank, which all stages but one use alone."""
+        return self.corpus_of("ptb-softmax")
+
+    def corpus_of(self, name: str) -> Corpus:
+        corpus = recipe(name).corpus
+        if corpus not in self.corpora:
+            self.corpora[corpus] = Corpus.load(corpus, self.data)
+        return self.corpora[corpus]
 
     def keep(self, file: str, payload: Payload) -> None:
         append(self.results / file, Record.of(payload, Environment.here(self.device)))
@@ -69,7 +94,7 @@ class Bench:
             trainers.append(
                 Trainer(
                     chosen,
-                    self.corpus,
+                    self.corpus_of(run.recipe),
                     run.folder,
                     seed=run.seed,
                     device=self.device,
@@ -86,24 +111,20 @@ class Bench:
         self.train([Run("ptb-softmax", seed, "float32", SINGLE_EPOCHS) for seed in SEEDS], "ptb-float32.jsonl")
 
     def bf16(self) -> None:
-        heads = ("ptb-softmax", "ptb-sigsoftmax")
-        self.train([Run(head, seed, "bf16", SINGLE_EPOCHS) for head in heads for seed in SEEDS], "ptb-bf16.jsonl")
-
-    def controls(self) -> None:
-        """What sigsoftmax is to be compared with besides softmax: its scale alone, and another member."""
-        heads = ("ptb-softmax-1.5", "ptb-gss-0")
-        self.train([Run(head, seed, "bf16", SINGLE_EPOCHS) for head in heads for seed in SEEDS], "ptb-controls.jsonl")
+        runs = [Run(head, seed, "bf16", SINGLE_EPOCHS) for head in HEADS for seed in SEEDS]
+        self.train(runs, "ptb-bf16-persistent.jsonl")
 
     def mixtures(self) -> None:
         runs = [Run(head, seed, "bf16", MIXTURE_EPOCHS) for head in ("ptb-mos", "ptb-moss") for seed in (28,)]
         self.train(runs, "ptb-mixtures.jsonl")
 
-    def alone(self) -> None:
-        """Single runs, for their time; by other seeds, so that no run of the curves is touched."""
-        for name, precision in (("ptb-softmax", "bf16"), ("ptb-moss", "bf16"), ("ptb-softmax", "float32")):
+    def times(self) -> None:
+        """By other seeds, so that no run of the curves is touched."""
+        for name, precision, at_once in TIMED:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            self.train([Run(name, 1, precision, ALONE_EPOCHS)], "ptb-timing.jsonl")
+            runs = [Run(name, 10 * at_once + index, precision, TIMED_EPOCHS) for index in range(at_once)]
+            self.train(runs, f"{name.partition('-')[0]}-timing.jsonl")
 
     def dynamic(self) -> None:
         for name in ("ptb-softmax", "ptb-sigsoftmax"):
@@ -161,6 +182,8 @@ def log_prob_blocks(model: LanguageModel, ids_L: Tensor) -> Iterator[Tensor]:
 
 
 def _print_epoch(trainer: Trainer, progress: Progress) -> None:
+    if progress.note is not None:
+        print(f"{trainer.identity.recipe} {trainer.precision} seed {trainer.seed}: {progress.note}", flush=True)
     if (record := progress.record) is not None:
         print(
             f"{trainer.identity.recipe} {trainer.precision} seed {trainer.seed} epoch {record.epoch}: "
@@ -171,7 +194,7 @@ def _print_epoch(trainer: Trainer, progress: Progress) -> None:
 
 
 def main() -> None:
-    stages = ("bf16", "controls", "mixtures", "alone", "dynamic", "ranks", "float32")
+    stages = ("times", "bf16", "mixtures", "dynamic", "ranks", "float32")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=stages, metavar="STAGE", help=", ".join(stages))
     parser.add_argument("--data", type=Path, help="folder of the corpora")
@@ -180,7 +203,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="fewer, for a first look")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
-    bench = Bench(Corpus.load("ptb", options.data), options.results, options.device, options.epochs)
+    bench = Bench(options.data, options.results, options.device, options.epochs)
     for stage in options.stages:
         began = time.monotonic()
         act: Callable[[], None] = getattr(bench, stage)

@@ -44,7 +44,7 @@ CONTROLS = {
     "ptb-gss-0": "gss(k=0)",
 }
 """recipes that are compared with softmax under equal conditions, in the order of the table"""
-CONTROL_SEEDS, CONTROL_EPOCH, CONTROL_PRECISION = (141, 142, 143), 22, "bf16"
+CONTROL_SEEDS, CONTROL_EPOCH, CONTROL_ARITHMETIC = (141, 142, 143), 22, "bf16, persistent"
 
 Epochs = dict[int, EpochRecord]
 
@@ -54,8 +54,8 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.curves: dict[tuple[str, str, int], Epochs] = defaultdict(dict)
-        """(recipe, precision, seed) -> epoch -> record, of training"""
-        self.alone: list[tuple[EpochRecord, Environment]] = []
+        """(recipe, arithmetic, seed) -> epoch -> record, of training"""
+        self.epochs: list[tuple[EpochRecord, Environment]] = []
         self.evaluations: list[EvaluationRecord] = []
         self.dynamic: list[tuple[DynamicEvaluationRecord, Environment]] = []
         self.spectra: list[ModelSpectrum] = []
@@ -63,9 +63,9 @@ class Records:
             for record in read(path):
                 if record.kind == EpochRecord.KIND:
                     epoch = record.payload_as(EpochRecord)
-                    self.alone.append((epoch, record.environment))
+                    self.epochs.append((epoch, record.environment))
                     if epoch.run.phase == "train" and "timing" not in path.stem:
-                        self.curves[epoch.run.recipe, epoch.run.precision, epoch.run.seed][epoch.epoch] = epoch
+                        self.curves[epoch.run.recipe, arithmetic(epoch), epoch.run.seed][epoch.epoch] = epoch
                 elif record.kind == EvaluationRecord.KIND:
                     self.evaluations.append(record.payload_as(EvaluationRecord))
                 elif record.kind == ModelSpectrum.KIND:
@@ -77,6 +77,12 @@ class Records:
         for (name, precision, seed), epochs in sorted(self.curves.items()):
             if name == recipe:
                 yield precision, seed, epochs
+
+
+def arithmetic(epoch: EpochRecord) -> str:
+    """The precision, and whether the persistent recurrence computed the LSTM layers; if not, it was torch's own."""
+    persistent = "persistent kernels" in epoch.recurrence
+    return f"{epoch.run.precision}, persistent" if persistent else epoch.run.precision
 
 
 def perplexity(record: EpochRecord) -> float:
@@ -153,7 +159,7 @@ def precisions(records: Records) -> str:
         exact = means.get((recipe, "float32"), {})
         shared = sorted(exact.keys() & by_seed.keys())
         verdict = ""
-        if precision != "float32" and shared:
+        if precision != "float32" and shared:  # torch's own LSTM in IEEE float32 is what the others are held against
             ratio = statistics.fmean(by_seed[s] for s in shared) / statistics.fmean(exact[s] for s in shared)
             within = "within" if abs(ratio - 1.0) <= EQUAL else "NOT within"
             verdict = f"{ratio - 1.0:+.2%} over {len(shared)} seeds: {within} {EQUAL:.0%}"
@@ -188,19 +194,19 @@ def _spread(values: Sequence[float]) -> str:
 def times(records: Records) -> str:
     """Seconds of an epoch, by how many runs shared the device, without the first epochs, which capture graphs."""
     groups: dict[tuple[str, str, str, int], list[EpochRecord]] = defaultdict(list)
-    for epoch, where in records.alone:
+    for epoch, where in records.epochs:
         if epoch.epoch > 2:
-            groups[epoch.run.recipe, epoch.run.precision, where.device, epoch.concurrent_runs].append(epoch)
+            groups[epoch.run.recipe, arithmetic(epoch), where.device, epoch.concurrent_runs].append(epoch)
     rows = []
     for (recipe, precision, device, at_once), epochs in sorted(groups.items()):
         seconds = statistics.median(e.seconds_training + e.seconds_validation for e in epochs)
         memory = max((e.peak_mib or 0.0) for e in epochs) / at_once
         rows.append(
-            [recipe, precision, device, str(at_once), f"{seconds:.1f}", f"{seconds / at_once:.1f}", f"{memory:.0f}"]
+            [recipe, precision, device, str(at_once), f"{seconds:.2f}", f"{seconds / at_once:.2f}", f"{memory:.0f}"]
         )
     if not rows:
         return NO_RECORDS
-    header = ["recipe", "precision", "device", "runs at once", "s an epoch", "s a model-epoch", "MiB a model"]
+    header = ["recipe", "arithmetic", "device", "runs at once", "s an epoch", "s a model-epoch", "MiB a model"]
     return table(header, rows)
 
 
@@ -230,8 +236,8 @@ def controls(records: Records) -> str:
     for recipe in CONTROLS:
         values[recipe] = {
             seed: epochs[CONTROL_EPOCH].valid_loss
-            for precision, seed, epochs in records.of(recipe)
-            if precision == CONTROL_PRECISION and seed in CONTROL_SEEDS and CONTROL_EPOCH in epochs
+            for how, seed, epochs in records.of(recipe)
+            if how == CONTROL_ARITHMETIC and seed in CONTROL_SEEDS and CONTROL_EPOCH in epochs
         }
     rows = []
     for recipe, words in CONTROLS.items():
@@ -264,7 +270,10 @@ def ranks(records: Records) -> str:
         counts = [
             "below noise" if (count := spectrum.count(rule)).rank is None else f"{count.rank:,}" for rule in RANK_RULES
         ]
-        epochs = records.curves.get((m.run.recipe, m.run.precision, m.run.seed), {})
+        # A spectrum does not tell its recurrence; those on record are older than the persistent one.
+        hows = (m.run.precision, f"{m.run.precision}, persistent")
+        curves = (records.curves.get((m.run.recipe, how, m.run.seed)) for how in hows)
+        epochs = next((curve for curve in curves if curve), {})
         last = epochs[max(epochs)] if epochs else None
         loss = "" if last is None else f"{last.valid_loss:.3f} ({math.exp(last.valid_loss):.1f})"
         noise = f"{spectrum.noise_floor / spectrum.largest:.1e}"

@@ -36,6 +36,7 @@ def epoch(recipe: str, seed: int, perplexity: float, number: int = CONTROL_EPOCH
         train_loss_parts=(),
         valid_loss=loss,
         valid_loss_over_rows=loss,
+        recurrence="LSTM recurrence: persistent kernels",
         is_best=True,
         seconds_training=1.0,
         seconds_validation=1.0,
