@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs transcripts screenshots docs docs-serve build package check clean
+.PHONY: help venv browser demo test test-gpu slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs transcripts screenshots docs docs-serve build package check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -28,6 +28,9 @@ test: $(VENV)/.installed-dev ## all tests but the slow ones
 
 slow: $(VENV)/.installed-dev ## the tests marked slow
 	$(PYTEST) -m slow $(ARGS) $(TESTS)
+
+test-gpu: ## the tests that need a GPU, with the Python at hand; nothing is installed: minutes
+	$(PYTHON) .ci/test_gpu.py $(ARGS)
 
 browser: $(VENV)/.installed-dev ## a Chromium for the tests of the report, where there is none
 	@command -v chromium chromium-browser google-chrome >/dev/null \
