@@ -80,7 +80,7 @@ def main() -> int:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                print(f"a process was ended after {options.seconds:g} s")
+                print(f"a process was ended after {options.seconds:g} s:\n{log.read_text()[-1000:]}", flush=True)
             printed = log.read_text()
             for number, kind in SUMMARY.findall(printed.rstrip().rpartition("\n")[2]):
                 totals[kind.rstrip("s")] += int(number)

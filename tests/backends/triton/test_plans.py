@@ -197,6 +197,23 @@ def test_leading_dimensions(planned: list[plans.Plan]) -> None:
     assert len(planned) == 1
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 3])
+@pytest.mark.parametrize("steps", [3, 6])
+def test_leading_dimensions_of_a_mixture_in_several_chunks(
+    steps: int, chunk_tokens: int, planned: list[plans.Plan]
+) -> None:
+    """A chunk begins at a token, not at a time step."""
+
+    def loss(hidden: Tensor, prior: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
+        shaped = hidden.view(steps, 2, K, D), prior.view(steps, 2, K)
+        return sigsoftmax.mixture_cross_entropy(*shaped, weight, target.view(steps, 2), **options)
+
+    inputs = [torch.randn(2 * steps, K, D), torch.randn(2 * steps, K), torch.randn(V, D)]
+    y = torch.randint(V, (2 * steps,))
+    check(loss, inputs, torch.float32, target=y, chunk_bytes=chunk_tokens * K * V * 4)
+    assert len(planned) == 1
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_no_token_counts(reduction: str, planned: list[plans.Plan]) -> None:
     hidden, prior, weight = leaves(N, K, D), leaves(N, K), leaves(V, D)

@@ -41,9 +41,10 @@ def _tf32():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled():
-    """All plans at once, on all cores."""
-    plans = recipe_plans()
+def _compiled(request):
+    """The plans of all tests that this process runs, at once, on all cores."""
+    parameters = (getattr(item, "callspec", None) for item in request.session.items)
+    plans = [parameter.params["plan"] for parameter in parameters if parameter and "plan" in parameter.params]
     compile_together([("layout", plan.forward) for plan in plans])
     compile_together([(kernel.direction, kernel) for plan in plans for kernel in (plan.forward, plan.backward)])
 

@@ -139,10 +139,11 @@ class MixturePlan:
         by_prior = torch.empty_like(prior_logits)
         vectors = torch.empty(6, source.chunk_tokens * components, dtype=torch.float32, device=device).unbind()
         anchor, offset, normalizer, at_target, by_normalizer, by_target = vectors
+        target_N = target.view(-1)
         for (first, chunk_RV), launches in zip(source.chunks(), self.launches, strict=True):
             logits_RV = source.whole_rows(chunk_RV)
             statistics = (by_normalizer, by_target, anchor, anchor, offset, normalizer, at_target)
-            rows = (logits_RV, logits_RV, target[first:] if first else target, *statistics)
+            rows = (logits_RV, logits_RV, target_N[first:], *statistics)
             launches.measure(*rows)
             launches.mix(
                 *(target, prior_logits, offset, normalizer, at_target),
