@@ -68,8 +68,10 @@ class Run:
 
 
 class Bench:
-    def __init__(self, data: Path | None, results: Path, device: str, epochs: int | None) -> None:
-        self.data, self.results, self.device, self.epochs = data, results, device, epochs
+    def __init__(
+        self, data: Path | None, results: Path, device: str, epochs: int | None = None, recipes: Sequence[str] = ()
+    ) -> None:
+        self.data, self.results, self.device, self.epochs, self.recipes = data, results, device, epochs, recipes
         self.corpora: dict[str, Corpus] = {}
 
     @property
@@ -88,6 +90,7 @@ class Bench:
 
     def train(self, runs: Sequence[Run], file: str) -> None:
         """Train runs at once; their epochs are appended to the file when all have ended."""
+        runs = [run for run in runs if not self.recipes or run.recipe in self.recipes]
         trainers = []
         for run in runs:
             chosen = with_overrides(recipe(run.recipe), [f"training.epochs={self.epochs or run.epochs}"])
@@ -201,9 +204,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder for the records")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--epochs", type=int, help="fewer, for a first look")
+    parser.add_argument("--recipes", nargs="+", default=(), help="of those that are trained (default: all)")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
-    bench = Bench(options.data, options.results, options.device, options.epochs)
+    bench = Bench(options.data, options.results, options.device, options.epochs, options.recipes)
     for stage in options.stages:
         began = time.monotonic()
         act: Callable[[], None] = getattr(bench, stage)

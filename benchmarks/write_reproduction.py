@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import paper_queue
 from write_docs import NO_RECORDS, rewritten
 
 from sigsoftmax.records import Environment, read
@@ -295,6 +296,7 @@ def ranks(records: Records) -> str:
 
 
 PARTS: Mapping[str, Callable[[Records], str]] = {
+    "queue": lambda _: paper_queue.table(),
     "stage-gate": stage_gate,
     "first-epoch": first_epoch,
     "precisions": precisions,

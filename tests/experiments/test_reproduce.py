@@ -182,6 +182,10 @@ def test_published_tables_name_all_heads_and_both_corpora():
     names = [recipe.name for recipe in ReproduceConfig(table="table3").recipes()]
     heads = ("softmax", "relu", "sigmoid", "sigsoftmax", "mos", "moss")
     assert names == [f"{setting}-{head}" for setting in ("ptb", "wt2") for head in heads]
+    later = ReproduceConfig(table="table1", heads=("softmax",), seeds=2, first_seed=142).runs()
+    assert [one.seed for one in later] == [142, 143]
+    with pytest.raises(ValueError, match="--first-seed must be at least 0, got -1"):
+        ReproduceConfig(table="table1", first_seed=-1)
     seeds = {(one.recipe.name, one.seed) for one in ReproduceConfig(table="table1", seeds=2).runs()}
     assert {("ptb-softmax", 141), ("ptb-softmax", 142), ("ptb-moss", 28), ("ptb-moss", 29)} <= seeds
 

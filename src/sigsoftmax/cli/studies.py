@@ -122,6 +122,7 @@ def _add_reproduce(verbs: Verbs) -> None:
     )
     reproduce.add_argument("table", metavar="TABLE", help="table1 to table5")
     reproduce.add_argument("--seeds", type=int, default=1, metavar="N", help="how many runs of each head (default: 1)")
+    reproduce.add_argument("--first-seed", type=int, metavar="S", help="of these runs (default: the published one)")
     reproduce.add_argument("--heads", type=heads, default=(), metavar="HEADS", help="some of the table (default: all)")
     reproduce.add_argument("--setting", metavar="NAME", help="other recipes than the table's, as tiny or language")
     reproduce.add_argument("--dry-run", action="store_true", help="print the plan alone")
@@ -142,6 +143,7 @@ def _reproduce(arguments: argparse.Namespace) -> None:
     config = ReproduceConfig(
         table=arguments.table,
         seeds=arguments.seeds,
+        first_seed=arguments.first_seed,
         heads=arguments.heads,
         setting=arguments.setting,
         changes=tuple(arguments.changes),

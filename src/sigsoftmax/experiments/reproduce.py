@@ -50,7 +50,9 @@ class ReproduceConfig:
     table: str
     """``table1`` to ``table5``"""
     seeds: int = 1
-    """how many: the published one and those that follow it"""
+    """how many: the first one and those that follow it"""
+    first_seed: int | None = None
+    """None: the published one"""
     heads: tuple[str, ...] = ()
     """as recipes name them; none: all of the table"""
     setting: str | None = None
@@ -73,6 +75,8 @@ class ReproduceConfig:
             raise ValueError(f"the tables are {', '.join(TABLES)}, got {self.table!r}{hint}")
         if self.seeds < 1:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        if self.first_seed is not None and self.first_seed < 0:
+            raise ValueError(f"--first-seed must be at least 0, got {self.first_seed}")
         if self.setting is not None and self.setting not in SETTINGS:
             raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {self.setting!r}")
         if self.out.exists() and not self.out.is_dir():
@@ -90,11 +94,12 @@ class ReproduceConfig:
         return [with_overrides(recipe(f"{setting}-{head}"), self.changes) for setting in settings for head in heads]
 
     def runs(self) -> list[Run]:
-        return [
-            Run(recipe=chosen, seed=seed, folder=self.out / folder_name(chosen.name) / str(seed))
-            for chosen in self.recipes()
-            for seed in range(chosen.seed, chosen.seed + self.seeds)
-        ]
+        runs = []
+        for chosen in self.recipes():
+            first = chosen.seed if self.first_seed is None else self.first_seed
+            folder = self.out / folder_name(chosen.name)
+            runs += [Run(recipe=chosen, seed=s, folder=folder / str(s)) for s in range(first, first + self.seeds)]
+        return runs
 
 
 def run(config: ReproduceConfig, say: Say, progress: Say = lambda _: None, display: Display | None = None) -> None:

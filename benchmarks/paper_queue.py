@@ -1,0 +1,111 @@
+"""The runs behind the tables of the paper, in an order and with schedules that were fixed before the first of them.
+
+    python benchmarks/paper_queue.py                          # the queue, as docs/reproduction.md shows it
+    python benchmarks/paper_queue.py 1 --data FOLDER          # one line of it: about 27 minutes of one H200
+
+A line is one command of `sigsoftmax reproduce`, which is printed, so that it can be run without this script. Records of
+all its runs are added to results/, also of runs that diverge and of a line that is stopped; weights are not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+MINUTES = 27.0
+SINGLE_EPOCHS, FINETUNING_EPOCHS = 440, 120
+"""of two heads side by side: what fits beside the whole grid of dynamic evaluation, by the times on record"""
+RUNS = Path("runs/paper")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Heads that are trained side by side, from the first update to the ranks."""
+
+    number: int
+    setting: str
+    heads: tuple[str, ...]
+    seed: int
+    epochs: int
+    finetuning_epochs: int = FINETUNING_EPOCHS
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting}-{'-'.join(self.heads)}-{self.seed}" + ("" if self.epochs < 1000 else f"-{self.epochs}")
+
+    @property
+    def table(self) -> str:
+        """With all stages."""
+        return "table4" if self.setting == "ptb" else "table5"
+
+    def command(self, data: Path | None, minutes: float) -> list[str]:
+        """Of the package's command line, without the interpreter."""
+        changes = [f"training.epochs={self.epochs}", f"finetuning.epochs={self.finetuning_epochs}"]
+        return [
+            *("reproduce", self.table, "--heads", ",".join(self.heads), "--first-seed", str(self.seed)),
+            *("--minutes", f"{minutes:g}", "--device", "cuda", "--precision", "bf16"),
+            *("--at-once", str(len(self.heads)), "--set", *changes, "--out", str(RUNS / self.name)),
+            *(() if data is None else ("--data", str(data))),
+        ]
+
+
+QUEUE = (
+    Line(number=1, setting="ptb", heads=("softmax", "sigsoftmax"), seed=141, epochs=SINGLE_EPOCHS),
+    Line(number=2, setting="ptb", heads=("softmax", "sigsoftmax"), seed=142, epochs=SINGLE_EPOCHS),
+    Line(number=3, setting="ptb", heads=("softmax", "sigsoftmax"), seed=143, epochs=SINGLE_EPOCHS),
+    Line(number=4, setting="ptb", heads=("softmax-1.5", "sigmoid"), seed=141, epochs=SINGLE_EPOCHS),
+    Line(number=5, setting="ptb", heads=("gss-0", "relu"), seed=141, epochs=SINGLE_EPOCHS),
+    Line(number=6, setting="ptb", heads=("mos",), seed=28, epochs=400, finetuning_epochs=1000),
+    Line(number=7, setting="ptb", heads=("moss",), seed=28, epochs=400, finetuning_epochs=1000),
+    Line(number=8, setting="wt2", heads=("softmax",), seed=1882, epochs=330),
+    Line(number=9, setting="wt2", heads=("sigsoftmax",), seed=1882, epochs=330),
+    Line(number=10, setting="ptb", heads=("softmax",), seed=141, epochs=1000),
+    Line(number=11, setting="ptb", heads=("sigsoftmax",), seed=141, epochs=1000),
+)
+
+
+def table() -> str:
+    """The queue as a table for a page."""
+    lines = [
+        "| line | recipes, side by side | seed | epochs | of finetuning, at most |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for line in QUEUE:
+        recipes = ", ".join(f"{line.setting}-{head}" for head in line.heads)
+        lines.append(f"| {line.number} | {recipes} | {line.seed} | {line.epochs} | {line.finetuning_epochs} |")
+    return "".join(f"{text}\n" for text in lines)
+
+
+def gather(line: Line, results: Path) -> int:
+    """Copy the records of all runs of a line into one file; returns how many there are."""
+    lines = [text for path in sorted((RUNS / line.name).glob("**/*.jsonl")) for text in path.read_text().splitlines()]
+    results.mkdir(parents=True, exist_ok=True)
+    (results / f"{line.name}.jsonl").write_text("".join(f"{text}\n" for text in lines))
+    return len(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("line", nargs="?", type=int, choices=[line.number for line in QUEUE], help="of the queue")
+    parser.add_argument("--data", type=Path, help="folder of the corpora (default: where fetch puts them)")
+    parser.add_argument("--results", type=Path, default=Path("results/paper"), help="folder for the records")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of wall time (default: %(default)g)")
+    options = parser.parse_args()
+    if options.line is None:
+        print(table(), end="")
+        return 0
+    line = QUEUE[options.line - 1]
+    command = line.command(options.data, options.minutes)
+    print("sigsoftmax", shlex.join(command), flush=True)
+    try:
+        return subprocess.run([sys.executable, "-m", "sigsoftmax", *command], check=False).returncode
+    finally:
+        print(f"{gather(line, options.results)} records of line {line.number} are in {options.results}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
