@@ -52,6 +52,8 @@ class Member:
     per_class: tuple[str, ...] = ()
     """Parameters that get one value per class: the given one plus numbers from -1 to 1."""
     learnable: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    """Parameters that are given as tensors: a plain number of this value is refused, and a tensor moves as it likes."""
     registers: Mapping[str, Any] | None = None
     """Arguments of register_function, for a member of the user's own."""
 
@@ -60,10 +62,9 @@ class Member:
 
     def values(self, num_classes: int, dtype: torch.dtype = torch.float64) -> dict[str, float | Tensor]:
         spread = torch.linspace(-1.0, 1.0, num_classes, dtype=torch.float64)
-        return {
-            key: (value + spread).to(dtype) if key in self.per_class else value
-            for key, value in self.parameters.items()
-        }
+        found: dict[str, float | Tensor] = dict(self.parameters)
+        found |= {key: (self.parameters[key] + spread).to(dtype) for key in self.per_class}
+        return found | {key: torch.tensor(self.parameters[key], dtype=dtype) for key in self.tensors}
 
     def make(self, num_classes: int, **values: Any) -> OutputFunction:
         """The member under test; ``values`` replace parameters, say by tensors that want a gradient."""
@@ -150,6 +151,15 @@ MEMBERS: tuple[Member, ...] = (
         {"alpha": 1.5},
         learnable=("alpha",),
     ),
+    Member(
+        "softmax(alpha=-0.8)",
+        "softmax",
+        lambda z, alpha: alpha * z,
+        lambda z, alpha: alpha * z,
+        {"alpha": -0.8},
+        learnable=("alpha",),
+        tensors=("alpha",),
+    ),
     Member("sigsoftmax", "sigsoftmax", lambda z: z + plain_log_sigmoid(z), lambda z: z + _exact_log_sigmoid(z)),
     Member("shifted(b=1.3)", "shifted_sigsoftmax", _shifted, _exact_shifted, {"b": 1.3}, learnable=("b",)),
     Member(
@@ -178,6 +188,16 @@ MEMBERS: tuple[Member, ...] = (
         _gss,
         _exact_gss,
         {"k": 0.5, "c": 0.3},
+        per_class=("c",),
+        learnable=("k", "c"),
+    ),
+    Member("gss(k=-1)", "gss", _gss, _exact_gss, {"k": -1.0, "c": 0.0}, learnable=("k", "c")),
+    Member(
+        "gss(k=-1.5, c per class)",
+        "gss",
+        _gss,
+        _exact_gss,
+        {"k": -1.5, "c": 0.3},
         per_class=("c",),
         learnable=("k", "c"),
     ),

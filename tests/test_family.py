@@ -221,6 +221,44 @@ def test_is_linear() -> None:
     assert linear == ["softmax", "softmax(alpha=2)", "gss(k=1)"]
 
 
+INCREASING = {
+    "softmax": True,
+    "sigsoftmax": True,
+    "sigmoid": True,
+    "shifted_sigsoftmax(b=-3)": True,
+    "gss(k=0)": True,
+    "gss(k=0.2, c=5)": True,
+    "gss(k=-1, c=-200)": False,
+    "gss(k=-1)": False,
+    "relu": True,
+    "softcap": True,
+}
+
+
+@pytest.mark.parametrize("text", INCREASING)
+def test_is_increasing(text: str) -> None:
+    assert OutputFunction.parse(text).is_increasing is INCREASING[text]
+
+
+def test_is_increasing_goes_by_the_values_of_tensors_as_they_are_now() -> None:
+    alpha = torch.tensor(0.5)
+    function = OutputFunction("softmax", alpha=alpha)
+    assert function.is_increasing
+    alpha.neg_()
+    assert not function.is_increasing
+    assert not OutputFunction("shifted_sigsoftmax", b=torch.zeros(3)).is_increasing, (
+        "one phi per class orders no logits"
+    )
+    assert not register_function("rising", lambda z: z).is_increasing, "nothing is known of it"
+
+
+def test_is_increasing_of_a_form_is_what_is_known() -> None:
+    known = family.form_by_name("logistic").is_increasing
+    assert known((1.0, 0.5, None)), "a shift moves phi and leaves its slopes"
+    assert not known((None, 0.0, 0.0))
+    assert not known((1.0, None, 0.0))
+
+
 def test_defaults_are_those_of_the_literature() -> None:
     assert OutputFunction("relu").parameters == {"eps": 1e-8}
     assert OutputFunction("gss").parameters == {"k": 2.0, "c": 0.0}

@@ -596,3 +596,18 @@ class TestMemory:
         allocated = allocations_of(action)
         assert allocated.largest <= 32 * 2**20 < 4 * tokens * classes
         assert allocated.peak <= 40 * 2**20
+
+
+@pytest.mark.parametrize("alpha", [-0.5, 0.0, 0.5])
+def test_a_learned_alpha_may_become_negative(alpha: float) -> None:
+    """Phi then falls: the likeliest class has the lowest logit."""
+    layer = OutputLayer(4, 9, function=OutputFunction("softmax", alpha=Learned()))
+    with torch.no_grad():
+        layer.function_parameters["alpha"].fill_(alpha)
+        hidden, target = torch.randn(6, 4), torch.randint(9, (6,))
+        loss, extras = layer.loss(hidden, target, extras=("argmax",))
+        log_probs = layer.log_probs(hidden)
+        assert_close(loss, F.nll_loss(log_probs, target))
+        assert_close(log_probs, torch.log_softmax(alpha * layer.logits(hidden), -1))
+        if alpha:
+            assert torch.equal(extras.argmax, log_probs.argmax(-1))

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Pair
+from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Pair, Values
 
 __all__ = ["Definition", "Form", "Learned", "OutputFunction", "Parameter", "names", "register_function"]
 
@@ -208,7 +208,10 @@ def register_function(
         slopes = torch.func.grad(lambda *a: phi(z, *a).sum(), argnums=tuple(range(len(wide))))(*wide)
         return tuple(slopes), tuple(torch.zeros_like(anchor) for _ in wide)
 
-    form = Form(name, phi, slope or slope_by_autograd, relative, argument_slopes, is_builtin=False)
+    def is_increasing(values: Values) -> bool:
+        return False
+
+    form = Form(name, phi, slope or slope_by_autograd, relative, argument_slopes, is_increasing, is_builtin=False)
     _FORMS[name] = form
     _define(
         Definition(
@@ -266,6 +269,15 @@ class OutputFunction:
     def is_linear(self) -> bool:
         """Whether log f has the rank bound of softmax."""
         return self.definition.is_linear(**self.parameters)
+
+    @property
+    def is_increasing(self) -> bool:
+        """Whether one phi that is known not to decrease serves all classes: f orders them as the logits.
+
+        The values of tensors are read as they are now, for which a device has to be waited for.
+        """
+        arguments = self.arguments()
+        return all(a.ndim == 0 for a in arguments) and self.form.is_increasing([float(a) for a in arguments])
 
     @property
     def form(self) -> Form:

@@ -18,17 +18,27 @@ from torch.nn import functional as F
 Pair = tuple[Tensor, Tensor]
 ArgumentSlopes = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 OffsetGap = Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[Tensor]], Tensor]
+Values = Sequence[float | None]
+"""of a form's arguments; None where a value is not known: it differs by class, or lies on a device"""
 
 
 @dataclass(frozen=True)
 class Form:
     """A formula for phi. Masked classes (logit -inf) never reach these functions: see ``backends.reference``.
 
-    ``relative(z, anchor, *arguments)`` returns ``(phi(z) - offset, offset)`` for an anchor that is the largest
-    logit of the row. It exists because ``phi(z) - phi(anchor)`` cancels: near ``z = -1e4`` the difference of two
+    ``relative(z, anchor, *arguments)`` returns ``(phi(z) - offset, offset)`` for an anchor that is the logit of the row
+    at which phi is largest. It exists because ``phi(z) - phi(anchor)`` cancels: near ``z = -1e4`` the difference of two
     float32 values of phi is off by 6e-4. The offset is constant in z and differentiable in the arguments.
 
     ``argument_slopes(z, anchor, *arguments)`` returns the derivatives of these two results by each argument.
+
+    ``is_increasing(values)`` says whether phi is known not to decrease for these values of the arguments. Then the
+    anchor is the row's highest logit, and classes that share phi are ordered as their logits are. Whoever relies on
+    either asks here.
+
+    ``leading(lowest, highest, *arguments)`` is the anchor for any values of the arguments: whichever end of the row has
+    the larger phi, since a phi that is monotone or convex is largest at an end. None means that the highest logit
+    serves: phi never decreases, or ``relative`` looks for the largest phi itself.
 
     ``offset_gap(anchor, arguments, other_anchor, other_arguments)`` is the difference of two rows' offsets, which
     cancels as well if it is formed from the two. An argument per class is given by its mean. None means that nothing is
@@ -40,6 +50,8 @@ class Form:
     slope: Callable[..., Tensor]
     relative: Callable[..., Pair]
     argument_slopes: Callable[..., ArgumentSlopes]
+    is_increasing: Callable[[Values], bool]
+    leading: Callable[..., Tensor] | None = None
     is_builtin: bool = True
     offset_gap: OffsetGap | None = None
 
@@ -48,7 +60,11 @@ class Form:
 
 
 def _logistic_phi(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
-    return alpha * z + beta * F.logsigmoid(z - c)
+    # alpha z and beta (z - c) cancel left of c for gss with k near 0, and overflow where their sum does not.
+    x = z - c
+    left = x < 0
+    tail = F.logsigmoid(torch.where(left, -x, x))
+    return torch.where(left, (alpha + beta) * x + alpha * c, alpha * z) + beta * tail
 
 
 def _logistic_slope(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
@@ -59,42 +75,69 @@ def _logistic_slope(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor
     return torch.where(left, (alpha + beta) - beyond, alpha + beyond)
 
 
+def _is_increasing_logistic(values: Values) -> bool:
+    alpha, beta, _ = values
+    return alpha is not None and beta is not None and alpha >= 0.0 and alpha + beta >= 0.0
+
+
+def _power_of_two(alpha: Tensor, beta: Tensor) -> Tensor:
+    """At most the larger slope and at least 1. Slopes divided by it, which is exact, are below 2."""
+    steepest = torch.maximum(alpha.abs(), (alpha + beta).abs()).detach()
+    return torch.exp2(torch.log2(steepest.clamp(min=1.0)).floor())
+
+
 def _logistic_less_offset(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
     """phi less its offset as a piecewise linear function plus a tail.
 
     ``log sigmoid(x)`` is ``min(x, 0)`` plus a tail that is even in x, so left of c phi has the slope alpha + beta and
     right of it alpha. Each piece is written so that nothing large is subtracted from something like it: not the logit
-    of the row's largest, and not one slope from the other (they cancel for gss with k near 0).
+    of the row's anchor, and not one slope from the other (they cancel for gss with k near 0). Logits are halved and
+    slopes scaled, because the difference of the extreme floats overflows, as do the two terms of a difference across c
+    where phi falls on one side of it (gss with k < 0).
     """
     centre = c.detach().mean()
     x = z - c
     left = x < 0
     tail = F.logsigmoid(torch.where(left, -x, x))
-    # Halved, because the difference of the extreme floats overflows, and 0 * inf is NaN.
-    half_gap = 0.5 * z - 0.5 * anchor
-    along_right = (2.0 * alpha) * half_gap
+    scale = _power_of_two(alpha, beta)
+    left_slope, right_slope = (alpha + beta) / scale, alpha / scale
+    half_z, half_anchor, half_c, half_centre = 0.5 * z, 0.5 * anchor, 0.5 * c, 0.5 * centre
+    half_gap = half_z - half_anchor
     line = torch.where(
         anchor > centre,
-        torch.where(left, (alpha + beta) * x - alpha * (anchor - c), along_right),
         torch.where(
-            left, (2.0 * (alpha + beta)) * half_gap + beta * (centre - c), along_right - beta * (anchor - centre)
+            left, left_slope * (half_z - half_c) - right_slope * (half_anchor - half_c), right_slope * half_gap
+        ),
+        torch.where(
+            left,
+            left_slope * half_gap + (beta / scale) * (half_centre - half_c),
+            right_slope * (half_z - half_centre) - left_slope * (half_anchor - half_centre),
         ),
     )
-    return line + beta * tail
+    return (2.0 * scale) * line + beta * tail
 
 
 def _logistic_relative(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Pair:
-    return _logistic_less_offset(z, anchor, alpha, beta, c), alpha * anchor + beta * (anchor - c.detach().mean()).clamp(
-        max=0.0
-    )
+    centre = c.detach().mean()
+    offset = torch.where(anchor > centre, alpha * anchor, (alpha + beta) * anchor - beta * centre)
+    return _logistic_less_offset(z, anchor, alpha, beta, c), offset
+
+
+def _logistic_leading(lowest: Tensor, highest: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
+    """No member has alpha < 0 < alpha + beta, for which phi would be largest in between.
+
+    With one c per class the phi of their mean decides; the largest phi is then at most beta times the spread away.
+    """
+    return torch.where(_logistic_less_offset(lowest, highest, alpha, beta, c.mean()) > 0.0, lowest, highest)
 
 
 def _logistic_argument_slopes(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> ArgumentSlopes:
     # phi is linear in beta: its derivative is phi itself for alpha = 0, beta = 1.
     none, one = torch.zeros_like(alpha), torch.ones_like(beta)
     by_beta, offset_by_beta = _logistic_relative(z, anchor, none, one, c)
-    # The difference of the extreme floats overflows; a class that far below has probability 0, and 0 * inf is NaN.
-    by_alpha = (z - anchor).clamp(min=torch.finfo(z.dtype).min)
+    # The difference of the extreme floats overflows; a class that far away has probability 0, and 0 * inf is NaN.
+    largest = torch.finfo(z.dtype).max
+    by_alpha = (z - anchor).clamp(-largest, largest)
     return (by_alpha, by_beta, -beta * torch.sigmoid(c - z)), (anchor, offset_by_beta, torch.zeros_like(anchor))
 
 
@@ -105,7 +148,10 @@ def _logistic_offset_gap(
     (alpha, beta, c), other_c = arguments, other_arguments[2]
     gap_left = torch.minimum(anchor, c) - torch.minimum(other_anchor, other_c)
     gap_right = torch.maximum(anchor, c) - torch.maximum(other_anchor, other_c)
-    return (alpha + beta) * (gap_left - (c - other_c)) + alpha * gap_right
+    # Scaled as in ``_logistic_less_offset``: each term may overflow where their sum does not.
+    scale = _power_of_two(alpha, beta)
+    from_left = ((alpha + beta) / scale) * (0.5 * (gap_left - (c - other_c)))
+    return (2.0 * scale) * (from_left + (alpha / scale) * (0.5 * gap_right))
 
 
 # The form of relu: phi(z) is the logarithm of max(z, 0) + eps.
@@ -162,16 +208,28 @@ def _gap_of_phi(relative: Callable[..., Pair]) -> OffsetGap:
     return lambda anchor, arguments, other_anchor, _: relative(anchor, other_anchor, *arguments)[0]
 
 
+def _always(values: Values) -> bool:
+    return True
+
+
 LOGISTIC = Form(
     "logistic",
     _logistic_phi,
     _logistic_slope,
     _logistic_relative,
     _logistic_argument_slopes,
+    _is_increasing_logistic,
+    _logistic_leading,
     offset_gap=_logistic_offset_gap,
 )
 RELU = Form(
-    "relu", _relu_phi, _relu_slope, _relu_relative, _relu_argument_slopes, offset_gap=_gap_of_phi(_relu_relative)
+    "relu",
+    _relu_phi,
+    _relu_slope,
+    _relu_relative,
+    _relu_argument_slopes,
+    _always,
+    offset_gap=_gap_of_phi(_relu_relative),
 )
 SOFTCAP = Form(
     "softcap",
@@ -179,5 +237,6 @@ SOFTCAP = Form(
     _softcap_slope,
     _softcap_relative,
     _softcap_argument_slopes,
+    _always,
     offset_gap=_gap_of_phi(_softcap_relative),
 )

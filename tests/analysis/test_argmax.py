@@ -132,7 +132,14 @@ def test_without_scipy_the_search_still_finds_most(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "rising"),
-    [("softmax", True), ("sigsoftmax", True), ("gss(k=0)", True), ("softcap(c=30)", True), ("relu", False)],
+    [
+        ("softmax", True),
+        ("sigsoftmax", True),
+        ("gss(k=0)", True),
+        ("softcap(c=30)", True),
+        ("relu", False),
+        ("gss(k=-1, c=-200)", False),
+    ],
 )
 def test_which_functions_keep_the_order(text, rising):
     layer = OutputLayer(weight_Vd=torch.randn(5, 2), function=OutputFunction.parse(text))

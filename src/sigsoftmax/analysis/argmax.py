@@ -60,10 +60,12 @@ class Decision(NamedTuple):
 
 def has_rising_phi(layer: OutputLayer) -> bool:
     """Whether the order of f is that of the logits: one phi for all words, and that strictly rising."""
-    if not layer.has_shared_phi:
+    function = layer.function
+    if not layer.has_shared_phi or (function.form.is_builtin and not function.is_increasing):
         return False
+    # Nothing but its slope is known of a user's phi, and relu has stretches that do not rise.
     z = torch.linspace(-60.0, 60.0, 2401, dtype=torch.float64)
-    return bool((layer.function.slope(z) > 0.0).all())
+    return bool((function.slope(z) > 0.0).all())
 
 
 def argmax_counts(

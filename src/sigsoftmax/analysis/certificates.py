@@ -26,7 +26,6 @@ from sigsoftmax.analysis.head_sources import OutputHead
 from sigsoftmax.analysis.matrix_sources import MatrixSource, tensors
 from sigsoftmax.analysis.progress import OnProgress, Progress
 from sigsoftmax.analysis.rank_theory import linear_reason, upper_bound
-from sigsoftmax.family import OutputFunction
 from sigsoftmax.heads import Head
 from sigsoftmax.records.spectra import RULES, RankBounds
 
@@ -310,7 +309,7 @@ def _bounded_squares(head: OutputHead, contexts_T: Tensor) -> float:
     if not len(contexts_T):
         return 0.0
     member, words = head.parsed_head.function, head.words
-    if not _is_monotone(member):
+    if not member.is_increasing:
         raise ValueError(
             f"nothing is known of the size of log-probabilities of {head.parsed_head} without computing them; ask for "
             f"norm_contexts={head.contexts}, or give fewer contexts"
@@ -331,18 +330,6 @@ def _bounded_squares(head: OutputHead, contexts_T: Tensor) -> float:
         most = math.log(words) + head.floor + (span.amax(1) if span.ndim == 2 else span)
         total += words * float(most.square().sum())
     return total * (1.0 + DOUBLE_MARGIN)
-
-
-def _is_monotone(member: OutputFunction) -> bool:
-    """Whether one phi that does not decrease serves all words."""
-    arguments = member.arguments()
-    if not member.form.is_builtin or any(argument.ndim for argument in arguments):
-        return False
-    if member.form.name != "logistic":
-        return True
-    alpha, beta, _ = (float(argument) for argument in arguments)
-    # phi' = alpha + beta sigmoid(c - z)
-    return alpha >= 0.0 and alpha + beta >= 0.0
 
 
 # --- the border -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ class RowStats(NamedTuple):
     """Each of shape (R,)."""
 
     anchor: Tensor
-    """the largest logit"""
+    """the logit that the offset belongs to: where phi is largest, or so near it that sums do not overflow"""
     offset: Tensor
     normalizer: Tensor
     """log sum_j g(z_j) - offset"""

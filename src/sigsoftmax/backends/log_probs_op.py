@@ -37,7 +37,7 @@ def log_probs(
     out_NV = source.logits_like.new_empty(source.num_tokens, source.num_classes)
     for span, _, logits_RV in source.blocks(routines.max_rows, backpropagate=False):
         if log_prior is None:
-            out_NV[span] = reference.log_probs(logits_RV, routines.form, routines.arguments)
+            out_NV[span] = routines.rows(logits_RV).log_probs
         else:
             out_NV[span] = MixtureBlock(routines, logits_RV, log_prior[span].to(routines.dtype), floor).log_p_nV
     return out_NV
@@ -84,7 +84,7 @@ def log_probs_backward(
         by_log_p_nV = by_log_p[span].to(routines.dtype)
         out_RV = source.gradient_rows(first_row, logits_RV)
         if log_prior is None:
-            f_RV = reference.log_probs(logits_RV, routines.form, routines.arguments).exp_()
+            f_RV = routines.rows(logits_RV).log_probs.exp_()
             by_phi_RV = by_log_p_nV - f_RV * by_log_p_nV.sum(-1, keepdim=True)
             routines.backpropagate(logits_RV, by_phi_RV, out_RV)
         else:

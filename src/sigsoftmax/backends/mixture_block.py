@@ -30,7 +30,7 @@ class MixtureBlock:
         self.routines = routines
         self.logits_RV = logits_RV
         tokens, components = log_prior_nK.shape
-        rows = reference.rows(logits_RV, routines.form, routines.arguments)
+        rows = routines.rows(logits_RV)
         if normalizer_R is not None:
             rows = rows._replace(normalizer=normalizer_R.unsqueeze(-1))
         self.log_normalizer_nK = rows.log_normalizer.view(tokens, components)

@@ -33,6 +33,8 @@ class Rows(NamedTuple):
     """(..., 1)"""
     normalizer: Tensor
     """(..., 1): log sum g - offset"""
+    anchor: Tensor
+    """(..., 1): the logit that the offset belongs to"""
 
     @property
     def log_probs(self) -> Tensor:
@@ -56,20 +58,40 @@ def arguments_like(z: Tensor, form: Form, arguments: Sequence[Tensor]) -> list[T
     ]
 
 
-def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Rows:
+class Anchored(NamedTuple):
+    """Rows of logits as forms take them."""
+
+    z: Tensor
+    """(..., V), the row's highest logit in place of a mask"""
+    masked: Tensor
+    anchor: Tensor
+    """(..., 1): the logit at which phi is largest, as the form says; 0 where all classes are masked"""
+
+
+def anchored(z: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasing: bool = False) -> Anchored:
+    """``is_increasing`` is what the form says of the arguments' values, where they are known: it saves a pass."""
+    masked = z == MASK
+    highest = z.detach().amax(-1, keepdim=True)
+    highest = torch.where(highest == MASK, torch.zeros_like(highest), highest)
+    kept = torch.where(masked, highest, z)
+    if is_increasing or form.leading is None:
+        return Anchored(kept, masked, highest)
+    lowest = kept.detach().amin(-1, keepdim=True)
+    return Anchored(kept, masked, form.leading(lowest, highest, *(a.detach() for a in arguments)))
+
+
+def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasing: bool = False) -> Rows:
     """Transform and normalise the last dimension of ``logits``.
 
     A logit of -inf masks its class whatever the form makes of -inf; its slope is 1, so that a masked target has the
     gradient that it has under torch's softmax.
     """
-    z = logits.to(compute_dtype(logits.dtype))
-    like_z = arguments_like(z, form, arguments)
-    masked = z == MASK
-    anchor = z.detach().amax(-1, keepdim=True)
-    anchor = torch.where(anchor == MASK, torch.zeros_like(anchor), anchor)
-    relative, offset = form.relative(torch.where(masked, anchor, z), anchor, *like_z)
-    relative = torch.where(masked, z, relative)
-    return Rows(relative, offset, torch.logsumexp(relative, -1, keepdim=True))
+    wide = logits.to(compute_dtype(logits.dtype))
+    like_z = arguments_like(wide, form, arguments)
+    z, masked, anchor = anchored(wide, form, like_z, is_increasing=is_increasing)
+    relative, offset = form.relative(z, anchor, *like_z)
+    relative = torch.where(masked, wide, relative)
+    return Rows(relative, offset, torch.logsumexp(relative, -1, keepdim=True), anchor)
 
 
 def log_probs(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Tensor:

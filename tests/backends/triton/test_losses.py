@@ -134,6 +134,46 @@ def test_cross_entropy_of_other_members(label: str, dtype: torch.dtype) -> None:
     check(cross_entropy, [2.0 * torch.randn(N, V)], dtype, label, target=target_with_ignored(), z_loss=0.01)
 
 
+@pytest.mark.usefixtures("_every_way")
+@pytest.mark.parametrize("label", ["softmax(alpha=-0.8)", "gss(k=-1)", "gss(k=-1.5, c per class)"])
+@pytest.mark.parametrize("is_learned", [False, True], ids=["fixed", "learned"])
+@every_dtype
+def test_members_that_are_largest_at_the_lowest_logit(label: str, is_learned: bool, dtype: torch.dtype) -> None:
+    logits, target = 2.0 * torch.randn(N, V), target_with_ignored()
+    logits[1, 4] = LEAST
+    target[:3] = 7
+    extras = ("log_normalizer", "argmax", "entropy")
+    if is_learned:
+        check(cross_entropy, [logits], dtype, label, target=target, extras=extras)
+        return
+    logits[0, 3] = -300.0
+    logits[2] -= 1e3
+    function = by_label[label].make(V)
+    exact, exact_extras = cross_entropy(
+        logits.to(dtype).double(), function=function, target=target, backend="reference", extras=extras
+    )
+    moved = {key: v.to(DEVICE) if isinstance(v, Tensor) and v.ndim else v for key, v in function.given.items()}
+    found, found_extras = cross_entropy(
+        logits.to(DEVICE, dtype),
+        function=function.with_parameters(**moved),
+        target=target.to(DEVICE),
+        backend="triton",
+        extras=extras,
+    )
+    torch.testing.assert_close(found.cpu().double(), exact, rtol=4.0 * torch.finfo(dtype).eps, atol=1e-5)
+    assert torch.equal(found_extras.argmax.cpu(), exact_extras.argmax)
+
+
+def test_a_prior_that_falls() -> None:
+    z = torch.tensor([[-300.0, -1.0, 2.0], [5.0, -2e3, LEAST], [-1e30, -1e30, 1.0]], device=DEVICE)
+    gss = OutputFunction("gss", k=-1.0)
+    values = fixed.fixed_values(gss.arguments())
+    assert values is not None
+    found = priors.log_prior(z, gss.form, values).cpu().double()
+    exact = reference.log_probs(z.cpu().double(), gss.form, gss.arguments())
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+
+
 @every_dtype
 @pytest.mark.parametrize("label", ["softmax(alpha=1.5)", "sigsoftmax"])
 def test_negative_weights(label: str, dtype: torch.dtype) -> None:

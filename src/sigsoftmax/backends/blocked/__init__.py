@@ -12,19 +12,21 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sigsoftmax.backends.blocked.any_form import FormRows
-from sigsoftmax.backends.blocked.logistic import LogisticRows, SigsoftmaxRows, SoftmaxRows, constant
+from sigsoftmax.backends.blocked.any_form import FormRows, constant
+from sigsoftmax.backends.blocked.logistic import LogisticRows, SigsoftmaxRows, SoftmaxRows
 from sigsoftmax.backends.interface import RowRoutines
 from sigsoftmax.forms import LOGISTIC, Form
 
 
 def routines(form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool) -> RowRoutines:
     """The fastest routines for a form. ``logits_like`` tells dtype, device and number of classes."""
-    if form is not LOGISTIC or logits_like.device.type != "cpu":
+    values = [constant(a) for a in arguments]
+    # The hand-made passes take the row's highest logit for the one at which phi is largest.
+    if form is not LOGISTIC or logits_like.device.type != "cpu" or not form.is_increasing(values):
         return FormRows(form, arguments, logits_like, needs_arguments)
-    alpha, beta, c = (constant(a) for a in arguments)
+    alpha, beta, c = values
     if not needs_arguments:
-        if beta == 0.0 and alpha is not None:
+        if beta == 0.0 and alpha is not None and alpha > 0.0:
             return SoftmaxRows(arguments, logits_like)
         if alpha == beta == 1.0 and c is not None:
             return SigsoftmaxRows(arguments, logits_like)

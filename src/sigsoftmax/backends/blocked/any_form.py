@@ -18,6 +18,11 @@ BLOCK_BYTES = 512 * 2**10
 """Intermediate results of this size are reused by the allocator; larger ones are mapped and faulted in each time."""
 
 
+def constant(argument: Tensor) -> float | None:
+    """The value of a scalar argument that is known without waiting for a device."""
+    return float(argument) if argument.ndim == 0 and argument.device.type == "cpu" else None
+
+
 def block_rows(num_classes: int, device: torch.device, block_bytes: int) -> int | None:
     return max(1, block_bytes // (4 * num_classes)) if device.type == "cpu" else None
 
@@ -32,18 +37,22 @@ class FormRows:
         self.dtype = reference.compute_dtype(logits_like.dtype)
         like = logits_like.new_empty(0, dtype=self.dtype)
         self.arguments = reference.arguments_like(like, form, [a.detach() for a in arguments])
+        self.is_increasing = form.is_increasing([constant(a) for a in arguments])
         self.needs_arguments = needs_arguments
         self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
         self._argument_sums = [like.new_zeros(a.shape) for a in self.arguments]
         self._rows: reference.Rows | None = None
 
+    def rows(self, logits_RV: Tensor) -> reference.Rows:
+        return reference.rows(logits_RV, self.form, self.arguments, is_increasing=self.is_increasing)
+
     def stats(
         self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
     ) -> RowStats:
-        rows = self._rows = reference.rows(logits_RV, self.form, self.arguments)
+        rows = self._rows = self.rows(logits_RV)
         relative = rows.relative
         return RowStats(
-            logits_RV.amax(-1),
+            rows.anchor.squeeze(-1),
             rows.offset.squeeze(-1),
             rows.normalizer.squeeze(-1),
             None if index_R is None else relative.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
@@ -74,11 +83,9 @@ class FormRows:
 
     def backpropagate(self, logits_RV: Tensor, by_phi_RV: Tensor, out_RV: Tensor) -> None:
         """From dL/dphi of every element to dL/dz and the arguments; a mask has slope 1 and no parameters."""
-        z = logits_RV.to(self.dtype)
-        masked = z == reference.MASK
-        anchor = z.amax(-1, keepdim=True)
-        anchor = torch.where(anchor == reference.MASK, torch.zeros_like(anchor), anchor)
-        z = torch.where(masked, anchor, z)
+        z, masked, anchor = reference.anchored(
+            logits_RV.to(self.dtype), self.form, self.arguments, is_increasing=self.is_increasing
+        )
         slope = self.form.slope(z, *self.arguments)
         unused = by_phi_RV == 0
         if self.needs_arguments:

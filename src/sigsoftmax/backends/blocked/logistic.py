@@ -27,11 +27,6 @@ SMALLEST_BEND = 1e-30
 """Below it the bend of sigsoftmax only touches classes whose probability is smaller still."""
 
 
-def constant(argument: Tensor) -> float | None:
-    """The value of a scalar argument that is known without waiting for a device."""
-    return float(argument) if argument.ndim == 0 and argument.device.type == "cpu" else None
-
-
 class _FastRows(ABC):
     """Work buffers, the target's logit, and the routines to turn to when a block does not suit."""
 

@@ -22,8 +22,11 @@ def fixed_values(arguments: Sequence[Tensor]) -> tuple[float, ...] | None:
 
 
 def is_softmax(form: Form, values: Sequence[float | None]) -> bool:
-    """Whether it is softmax of any temperature, given the values of its arguments (None: not fixed)."""
-    return form.name == "logistic" and values[1] == 0.0 and values[0] is not None
+    """Whether it is softmax of any positive temperature, given the values of its arguments (None: not fixed).
+
+    Its kernels start from the highest logit of a row and multiply gaps, which may be infinite, by alpha.
+    """
+    return form.name == "logistic" and values[1] == 0.0 and values[0] != 0.0 and form.is_increasing(values)
 
 
 def is_sigsoftmax(form: Form, values: Sequence[float | None]) -> bool:

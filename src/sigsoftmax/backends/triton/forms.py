@@ -77,20 +77,35 @@ def tanh(x):
 
 
 @triton.jit
+def power_of_two(alpha, beta):
+    """At most the larger slope of the logistic form and at least 1; slopes divided by it are below 2."""
+    steepest = tl.maximum(tl.maximum(tl.abs(alpha), tl.abs(alpha + beta)), 1.0)
+    return tl.exp2(tl.floor(tl.log2(steepest)))
+
+
+@triton.jit
 def relative(z, anchor, alpha, beta, c, centre, FORM: tl.constexpr):
-    """phi(z) less the offset of a row whose largest logit is the anchor."""
+    """phi(z) less the offset of a row that belongs to the anchor."""
     if FORM == LOGISTIC:
         x = z - c
         left = x < 0
         tail = -tl.log(1.0 + tl.exp(-tl.abs(x)))
-        half_gap = 0.5 * z - 0.5 * anchor
-        right_line = 2.0 * alpha * half_gap
-        slope_left = alpha + beta
-        bent = tl.where(left, slope_left * x - alpha * (anchor - c), right_line)
-        straight = tl.where(
-            left, 2.0 * slope_left * half_gap + beta * (centre - c), right_line - beta * (anchor - centre)
+        scale = power_of_two(alpha, beta)
+        left_slope = (alpha + beta) / scale
+        right_slope = alpha / scale
+        half_anchor = 0.5 * anchor
+        half_gap = 0.5 * z - half_anchor
+        bent = tl.where(
+            left,
+            left_slope * (0.5 * z - 0.5 * c) - right_slope * (half_anchor - 0.5 * c),
+            right_slope * half_gap,
         )
-        return tl.where(anchor > centre, bent, straight) + beta * tail
+        straight = tl.where(
+            left,
+            left_slope * half_gap + (beta / scale) * (0.5 * centre - 0.5 * c),
+            right_slope * (0.5 * z - 0.5 * centre) - left_slope * (half_anchor - 0.5 * centre),
+        )
+        return (2.0 * scale) * tl.where(anchor > centre, bent, straight) + beta * tail
     elif FORM == RELU:
         return tl.log(tl.maximum(z, 0.0) + alpha) - tl.log(tl.maximum(anchor, 0.0) + alpha)
     else:
@@ -98,9 +113,15 @@ def relative(z, anchor, alpha, beta, c, centre, FORM: tl.constexpr):
 
 
 @triton.jit
-def offset(anchor, alpha, beta, c, centre, FORM: tl.constexpr):
+def leading(lowest, highest, alpha, beta, centre, FORM: tl.constexpr):
+    """The end of a row at which phi is larger."""
+    return tl.where(relative(lowest, highest, alpha, beta, centre, centre, FORM) > 0, lowest, highest)
+
+
+@triton.jit
+def offset(anchor, alpha, beta, centre, FORM: tl.constexpr):
     if FORM == LOGISTIC:
-        return alpha * anchor + beta * tl.minimum(anchor - centre, 0.0)
+        return tl.where(anchor > centre, alpha * anchor, (alpha + beta) * anchor - beta * centre)
     elif FORM == RELU:
         return tl.log(tl.maximum(anchor, 0.0) + alpha)
     else:
@@ -114,7 +135,8 @@ def offset_gap(anchor, other, alpha, beta, centre, FORM: tl.constexpr):
         # A line of slope alpha + beta left of c and of slope alpha right of it.
         left = tl.minimum(anchor, centre) - tl.minimum(other, centre)
         right = tl.maximum(anchor, centre) - tl.maximum(other, centre)
-        return (alpha + beta) * left + alpha * right
+        scale = power_of_two(alpha, beta)
+        return (2.0 * scale) * (((alpha + beta) / scale) * (0.5 * left) + (alpha / scale) * (0.5 * right))
     else:
         return relative(anchor, other, alpha, beta, centre, centre, FORM)
 
@@ -141,30 +163,39 @@ def _rough_logistic(z, c):
 
 
 @triton.jit
-def _line2(z, anchor, normalizer, alpha, beta, c, centre, left, C_PER_CLASS: tl.constexpr):
-    """Phi less offset and normalizer without its tail, in units of log 2.
+def _line(z, anchor, normalizer, alpha, beta, c, centre, left, C_PER_CLASS: tl.constexpr):
+    """Phi less offset and normalizer without its tail, and the unit that it is in.
 
     Left of c the slopes alpha and beta may cancel, so they are added first, and the line starts at c, or at the anchor
-    where that lies left too.
+    where that lies left too. Right of c it starts at the anchor or, where that lies left, at the centre. Halves and the
+    scale as in :func:`relative`.
     """
     is_bent = anchor > centre
+    scale = power_of_two(alpha, beta)
+    left_slope = (alpha + beta) / scale
+    right_slope = alpha / scale
+    half_anchor = 0.5 * anchor
+    half_c = 0.5 * c
+    half_centre = 0.5 * centre
+    half_normalizer = normalizer * (0.5 / scale)
+    from_c = -right_slope * (half_anchor - half_c)
+    half_z = 0.5 * z
+    left_start = half_z - tl.where(is_bent, half_c, half_anchor)
     if C_PER_CLASS:
-        start = tl.where(is_bent, z - c, z - anchor)
-        left_at = tl.where(is_bent, -alpha * (anchor - c), beta * (centre - c)) - normalizer
+        left_at = tl.where(is_bent, from_c, (beta / scale) * (half_centre - half_c)) - half_normalizer
     else:
-        start = z - tl.where(is_bent, c, anchor)
-        left_at = tl.where(is_bent, -alpha * (anchor - c), 0.0) - normalizer
-    right_at = tl.where(is_bent, 0.0, -beta * (anchor - centre)) - normalizer
+        left_at = tl.where(is_bent, from_c, 0.0) - half_normalizer
+    right_start = half_z - tl.where(is_bent, half_anchor, half_centre)
+    right_at = tl.where(is_bent, 0.0, -left_slope * (half_anchor - half_centre)) - half_normalizer
     # The normalizer may be as large as the line; scaled one by one they would not cancel.
-    on_left = (alpha + beta) * start + left_at
-    return tl.where(left, on_left, alpha * (z - anchor) + right_at) * LOG2_E
+    return tl.where(left, left_slope * left_start + left_at, right_slope * right_start + right_at), 2.0 * scale
 
 
 @triton.jit
 def logistic_argument_slopes(z, anchor, c, centre, C_PER_CLASS: tl.constexpr, IS_ROUGH: tl.constexpr):
     """The derivatives of phi by alpha and beta, less those of the offset, and sigmoid(c - z): by c it is -beta that."""
-    # -inf is a mask, and must not meet a 0.
-    gap = tl.maximum(z - anchor, -3.0e38)
+    # -inf is a mask, and what overflows belongs to a class of probability 0: neither must meet a 0.
+    gap = tl.minimum(tl.maximum(z - anchor, -3.0e38), 3.0e38)
     if IS_ROUGH:
         _, _, log_grown, fall = _rough_logistic(z, c)
         is_bent = anchor > centre
@@ -195,10 +226,10 @@ def value_weight_and_slope(
         slope_z = slope(safe_z, alpha, beta, c, FORM)
     elif FORM == LOGISTIC:
         left, _, log_grown, fall = _rough_logistic(z, c)
-        line2 = _line2(z, anchor, normalizer, alpha, beta, c, centre, left, C_PER_CLASS)
-        value2 = line2 - beta * log_grown
-        value = value2 * LOG_2
-        weight = tl.exp2(value2)
+        line, unit = _line(z, anchor, normalizer, alpha, beta, c, centre, left, C_PER_CLASS)
+        # In units of log 2 a value would overflow that is none too large itself.
+        value = line * unit - (beta * LOG_2) * log_grown
+        weight = tl.exp2(line * (unit * LOG2_E) - beta * log_grown)
         slope_z = alpha + beta * fall
     elif FORM == RELU:
         positive = tl.maximum(z, 0.0) + alpha

@@ -1,9 +1,9 @@
 """Any built-in form on a GPU, with weights over all classes, entropy and gradients of the arguments.
 
-The sum of a row is first tried relative to the largest logit of its first tile, and is kept unless it shows that
-phi is far larger elsewhere; then, and with weights over all classes or shifts per class, a pass over the row finds the
-largest logit and another sums relative to the largest phi met so far. As in ``fast``, few rows are in flight, so that
-passes after the first read from the L2 cache.
+The sum of a row is first tried relative to the anchor of its first tile, the logit at which phi is largest there, and
+is kept unless it shows that phi is far larger elsewhere. Then, and for the entropy, a pass over the row finds its
+anchor and another sums relative to the largest phi met so far. As in ``fast``, few rows are in flight, so that passes
+after the first read from the L2 cache.
 
 Shapes: R rows, V classes.
 """
@@ -26,6 +26,23 @@ def argument(pointer, value, IS_POINTER: tl.constexpr):
         return tl.load(pointer).to(tl.float32)
     else:
         return value
+
+
+@triton.jit
+def anchor_of(lowest, highest, alpha, beta, centre, FORM: tl.constexpr, IS_INCREASING: tl.constexpr):
+    """The logit at which phi is largest, from the ends of rows of which each lane saw a part; 0 for a masked row."""
+    anchor = tl.max(highest, 0)
+    anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+    if not IS_INCREASING:
+        least = tl.min(lowest, 0)
+        anchor = forms.leading(tl.where(least == float("inf"), anchor, least), anchor, alpha, beta, centre, FORM)
+    return anchor
+
+
+@triton.jit
+def without_masks(z):
+    """So that the lowest logit is found."""
+    return tl.where(z == -float("inf"), float("inf"), z)
 
 
 @triton.jit
@@ -71,6 +88,7 @@ def rows_kernel(
     STATS: tl.constexpr,
     GRADIENT: tl.constexpr,
     ARGUMENTS: tl.constexpr,
+    IS_INCREASING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     alpha = argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
@@ -106,8 +124,7 @@ def rows_kernel(
             is_found = False
             if IS_TRIED:
                 first = tl.load(pointer + lanes, mask=lanes < V, other=-float("inf")).to(tl.float32)
-                anchor = tl.max(first, 0)
-                anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+                anchor = anchor_of(without_masks(first), first, alpha, beta, centre, FORM, IS_INCREASING)
                 sums = tl.zeros([BLOCK], tl.float32)
                 dense_sum = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, V, BLOCK):
@@ -132,14 +149,16 @@ def rows_kernel(
                     # Written again where it is not found.
                     tl.store(dense_R + row, tl.sum(dense_sum, 0))
             if not is_found:
-                largest = tl.full([BLOCK], -float("inf"), tl.float32)
+                highest = tl.full([BLOCK], -float("inf"), tl.float32)
+                lowest = tl.full([BLOCK], float("inf"), tl.float32)
                 for start in range(0, V, BLOCK):
                     position = start + lanes
                     z = tl.load(pointer + position, mask=position < V, other=-float("inf")).to(tl.float32)
-                    largest = tl.maximum(largest, z)
-                anchor = tl.max(largest, 0)
-                anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
-                # The largest logit need not have the largest phi: shifts per class, gss with k < 0.
+                    highest = tl.maximum(highest, z)
+                    if not IS_INCREASING:
+                        lowest = tl.minimum(lowest, without_masks(z))
+                anchor = anchor_of(lowest, highest, alpha, beta, centre, FORM, IS_INCREASING)
+                # With a shift per class the anchor need not have the largest phi.
                 top = tl.full([BLOCK], -float("inf"), tl.float32)
                 total = tl.zeros([BLOCK], tl.float32)
                 weighted = tl.zeros([BLOCK], tl.float32)
@@ -173,7 +192,7 @@ def rows_kernel(
                     tl.store(dense_R + row, tl.sum(dense_sum, 0))
                 if HAS_ENTROPY:
                     tl.store(entropy_R + row, normalizer - tl.sum(weighted * lane_scale, 0) / row_total)
-            row_offset = forms.offset(anchor, alpha, beta, c_y if HAS_INDEX else 0.0, centre, FORM)
+            row_offset = forms.offset(anchor, alpha, beta, centre, FORM)
             tl.store(anchor_R + row, anchor)
             tl.store(offset_R + row, row_offset)
             tl.store(normalizer_R + row, normalizer)

@@ -50,6 +50,7 @@ def planned_mixture_kernel(
     floor,
     z_loss,
     FORM: tl.constexpr,
+    IS_INCREASING: tl.constexpr,
     IS_MEAN: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
@@ -73,7 +74,7 @@ def planned_mixture_kernel(
     is_kept = y != ignore_index
     tl.device_assert((y == ignore_index) | ((y >= 0) & (y < V)), "target out of range; see SIGSOFTMAX_CHECK=1")
     z = tl.load(prior_logits + position, mask=inside, other=-float("inf")).to(tl.float32)
-    log_prior = priors.log_prior_of(z, alpha, beta, c, FORM)
+    log_prior = priors.log_prior_of(z, alpha, beta, c, FORM, IS_INCREASING)
     n = tl.load(normalizer + row, mask=inside, other=0.0)
     gap = tl.load(at_target + row, mask=inside, other=0.0) - n
     log_p, share = mixtures.mixed(log_prior, gap, inside, floor, HAS_FLOOR)
@@ -230,6 +231,7 @@ def plan_of(
             ),
             {
                 "FORM": forms.CODES[prior_form.name],
+                "IS_INCREASING": prior_form.is_increasing(prior_values),
                 "IS_MEAN": is_mean,
                 "HAS_FLOOR": floor != 0,
                 "HAS_Z_LOSS": z_loss != 0,

@@ -23,19 +23,22 @@ TILE = 1024
 
 
 @triton.jit
-def _anchored(z):
-    """(anchor of each row, z without masks); a mask is -inf."""
+def _anchored(z, alpha, beta, c, FORM: tl.constexpr, IS_INCREASING: tl.constexpr):
+    """(the logit of each row at which phi is largest, z without masks); a mask is -inf."""
     anchor = tl.max(z, 1)[:, None]
     anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
-    return anchor, tl.where(z != -float("inf"), z, anchor)
+    safe_z = tl.where(z != -float("inf"), z, anchor)
+    if not IS_INCREASING:
+        anchor = forms.leading(tl.min(safe_z, 1)[:, None], anchor, alpha, beta, c, FORM)
+    return anchor, safe_z
 
 
 @triton.jit
-def log_prior_of(z, alpha, beta, c, FORM: tl.constexpr):
+def log_prior_of(z, alpha, beta, c, FORM: tl.constexpr, IS_INCREASING: tl.constexpr):
     """log f of rows of logits."""
-    anchor, safe_z = _anchored(z)
+    anchor, safe_z = _anchored(z, alpha, beta, c, FORM, IS_INCREASING)
     value = tl.where(z != -float("inf"), forms.relative(safe_z, anchor, alpha, beta, c, c, FORM), z)
-    # The largest logit need not have the largest phi.
+    # The anchor's value is its tail, and not 0.
     top = tl.max(value, 1)[:, None]
     top = tl.where(top == -float("inf"), 0.0, top)
     return value - (top + tl.log(tl.sum(tl.exp(value - top), 1)[:, None]))
@@ -44,7 +47,7 @@ def log_prior_of(z, alpha, beta, c, FORM: tl.constexpr):
 @triton.jit
 def by_prior_logits(z, log_f, by_log_f, alpha, beta, c, FORM: tl.constexpr):
     """The gradient of the logits, given that of log f; outside the row both are masked."""
-    _, safe_z = _anchored(z)
+    safe_z = tl.where(z != -float("inf"), z, 0.0)
     by_phi = by_log_f - tl.exp(log_f) * tl.sum(by_log_f, 1)[:, None]
     return by_phi * tl.where(z != -float("inf"), forms.slope(safe_z, alpha, beta, c, FORM), 1.0)
 
@@ -61,6 +64,7 @@ def log_prior_kernel(
     beta,
     c,
     FORM: tl.constexpr,
+    IS_INCREASING: tl.constexpr,
     BACKWARD: tl.constexpr,
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
@@ -77,7 +81,7 @@ def log_prior_kernel(
         by_z = by_prior_logits(z, log_f, by_log_f, alpha, beta, c, FORM)
         tl.store(out + position, by_z.to(out.dtype.element_ty), mask=inside)
     else:
-        tl.store(out + position, log_prior_of(z, alpha, beta, c, FORM), mask=inside)
+        tl.store(out + position, log_prior_of(z, alpha, beta, c, FORM, IS_INCREASING), mask=inside)
 
 
 def _launch(
@@ -85,7 +89,7 @@ def _launch(
     log_prior_NK: Tensor,
     by_log_prior_NK: Tensor,
     out_NK: Tensor,
-    form: str,
+    form: Form,
     values: tuple[float, ...],
     *,
     is_backward: bool,
@@ -101,14 +105,20 @@ def _launch(
         -(-tokens // tokens_of_program),
         (logits_NK, log_prior_NK, by_log_prior_NK, out_NK),
         (tokens, components, alpha, beta, c),
-        {"FORM": forms.CODES[form], "BACKWARD": is_backward, "TOKENS": tokens_of_program, "LANES": lanes},
+        {
+            "FORM": forms.CODES[form.name],
+            "IS_INCREASING": form.is_increasing(values),
+            "BACKWARD": is_backward,
+            "TOKENS": tokens_of_program,
+            "LANES": lanes,
+        },
         num_warps=4,
     )
 
 
 class _LogPrior(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_NK: Tensor, form: str, values: tuple[float, ...]) -> Tensor:
+    def forward(ctx: Any, logits_NK: Tensor, form: Form, values: tuple[float, ...]) -> Tensor:
         out_NK = torch.empty(logits_NK.shape, dtype=torch.float32, device=logits_NK.device)
         _launch(logits_NK, out_NK, out_NK, out_NK, form, values, is_backward=False)
         ctx.save_for_backward(logits_NK, out_NK)
@@ -136,4 +146,4 @@ class _LogPrior(torch.autograd.Function):
 def log_prior(prior_logits: Tensor, form: Form, values: tuple[float, ...]) -> Tensor:
     """Log-probabilities over the last dimension, at most :data:`MOST_COMPONENTS`, in float32; ``values`` are fixed."""
     flat_NK = prior_logits.reshape(-1, prior_logits.shape[-1]).contiguous().resolve_neg()
-    return _LogPrior.apply(flat_NK, form.name, values).view(prior_logits.shape)
+    return _LogPrior.apply(flat_NK, form, values).view(prior_logits.shape)

@@ -57,6 +57,7 @@ class TritonRows:
         ]
         self.per_class = len(self.arguments) == 3 and self.arguments[2].ndim == 1
         self.centre = self.pointers[2].float().mean() if self.per_class and self.pointers[2] is not None else None
+        self.is_increasing = form.is_increasing(self.values)
         self.is_sigsoftmax = is_sigsoftmax(form, self.values)
         self.is_fast = (is_softmax(form, self.values) or self.is_sigsoftmax) and not needs_arguments
         self._sums: list[Tensor] = []
@@ -202,11 +203,11 @@ class TritonRows:
         return stats._replace(argmax=best) if best is not None else stats
 
     def _argmax(self, logits_RV: Tensor) -> Tensor:
-        if self.form.name == "logistic" and (self.per_class or not self.is_fast):
-            from sigsoftmax.backends import reference
+        if self.is_increasing and not self.per_class:
+            return logits_RV.argmax(-1)
+        from sigsoftmax.backends import reference
 
-            return reference.rows(logits_RV, self.form, self.arguments).relative.argmax(-1)
-        return logits_RV.argmax(-1)
+        return reference.rows(logits_RV, self.form, self.arguments).relative.argmax(-1)
 
     def _launch_fast(
         self,
@@ -364,6 +365,7 @@ class TritonRows:
                 "STATS": measure,
                 "GRADIENT": coefficients is not None,
                 "ARGUMENTS": wants_arguments,
+                "IS_INCREASING": self.is_increasing,
                 "BLOCK": block,
             },
             num_warps=warps,
