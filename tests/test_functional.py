@@ -676,6 +676,54 @@ def test_token_weights_of_a_mixture_have_a_gradient(backend: str) -> None:
 
 
 @every_backend
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["logits", "linear", "mixture", "smoothed mixture"])
+@pytest.mark.parametrize("also_inputs", [False, True])
+def test_a_token_weight_of_0_has_a_gradient(kind: str, also_inputs: bool, reduction: str, backend: str) -> None:
+    """For a sum it is the loss of the token, for a mean that less the mean; an ignored token has none."""
+    weight, prior = normal(V, D).requires_grad_(also_inputs), normal(N, K).requires_grad_(also_inputs)
+    hidden = normal(N, *([K] if "mixture" in kind else []), D).requires_grad_(also_inputs)
+    t = torch.rand(N, dtype=torch.float64)
+    t[[0, 2, 3]] = 0.0
+    t.requires_grad_()
+    target = torch.randint(V, (N,))
+    target[3] = -100
+    options: dict[str, Any] = {"token_weights": t, "reduction": reduction, "z_loss": 0.01}
+    options["label_smoothing"] = 0.1 if kind == "smoothed mixture" else 0.0
+    phi_NKV = plain_linear(hidden if "mixture" in kind else hidden.unsqueeze(1), weight, None)
+    calling = {"function": "softmax", "backend": backend, **options}
+    if "mixture" in kind:
+        actual = sigsoftmax.mixture_cross_entropy(hidden, prior, weight, target, **calling)
+        options["log_prior_NK"] = torch.log_softmax(prior, -1)
+    elif kind == "linear":
+        actual = sigsoftmax.linear_cross_entropy(hidden, weight, target, **calling)
+    else:
+        actual = sigsoftmax.cross_entropy(hidden @ weight.T, target, **calling)
+    expected = plain_loss(phi_NKV, target, **options)
+    assert_same(actual, expected)
+    (by_t,) = gradients(actual, [t], retain_graph=True)
+    assert_same(by_t, gradients(expected, [t], retain_graph=True)[0], "gradient")
+    assert (by_t[[0, 2]] != 0).all()
+    if also_inputs:
+        assert_same(gradients(actual, [hidden])[0], gradients(expected, [hidden])[0], "gradient of the input")
+
+
+@every_backend
+@pytest.mark.parametrize("also_logits", [False, True])
+def test_a_token_weight_of_0_for_an_infinite_loss(also_logits: bool, backend: str) -> None:
+    """The loss counts nothing; the gradient of its weight is the largest number there is."""
+    z = normal(2, V).float()
+    z[0, 1] = LEAST
+    z.requires_grad_(also_logits)
+    t = torch.tensor([0.0, 1.0], requires_grad=True)
+    loss = sigsoftmax.cross_entropy(
+        z, torch.tensor([1, 2]), function="softmax", token_weights=t, reduction="sum", backend=backend
+    )
+    assert loss.isfinite()
+    assert gradients(loss, [t])[0][0] == torch.finfo(torch.float32).max
+
+
+@every_backend
 def test_a_whole_token_weight_is_that_many_copies(backend: str) -> None:
     z, target = normal(3, V), torch.tensor([0, 3, 4])
     counts = torch.tensor([1, 3, 2])

@@ -81,9 +81,17 @@ def concatenate(kind: type[Vectors], pieces: Sequence[Vectors]) -> Vectors:
     return kind(*columns)
 
 
-def scaled(coefficient_R: Tensor, scale_R: Tensor) -> Tensor:
-    """Their product, and 0 where the scale is 0: an ignored row may have a coefficient that is NaN."""
-    return torch.where(scale_R == 0, torch.zeros_like(scale_R), coefficient_R * scale_R)
+def counted(value: Tensor, scale: Tensor) -> Tensor:
+    """What a scale multiplies: the derivative of :func:`scaled` by it.
+
+    Where the scale is 0 it is a finite number, the largest one in place of an infinite one and 0 in place of NaN.
+    """
+    return torch.where(scale == 0, torch.nan_to_num(value), value)
+
+
+def scaled(value: Tensor, scale: Tensor) -> Tensor:
+    """Their product, and 0 where the scale is 0: an ignored row may have a value that is NaN."""
+    return scale * counted(value, scale)
 
 
 MakeRoutines = Callable[[Form, Sequence[Tensor], Tensor, bool], RowRoutines]

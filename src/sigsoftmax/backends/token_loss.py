@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends import hugepages, reference
-from sigsoftmax.backends.chunks import LossOptions
+from sigsoftmax.backends.chunks import LossOptions, counted
 from sigsoftmax.backends.gradients import (
     empty_like_dtype,
     is_traced,
@@ -216,7 +216,7 @@ def _save_for_backward(
     ctx.has_gradients, ctx.needs = options[-2], options[-1]
     ctx.needs_scale = scale is not None and scale.requires_grad
     if ctx.has_gradients:
-        ctx.save_for_backward(losses, *gradients, *arguments)
+        ctx.save_for_backward(losses, *gradients, *arguments, *([scale] if ctx.needs_scale else []))
     else:
         ctx.save_for_backward(*inputs, *arguments)
 
@@ -234,11 +234,11 @@ def _token_loss_gradients(
     if (by_total if ctx.has_gradients else by_losses) is None:
         return (None,) * (5 + ctx.num_arguments)
     saved = ctx.saved_tensors
-    arguments = list(saved[6:])
+    arguments = list(saved[6 : 6 + ctx.num_arguments])
     if ctx.has_gradients:
         assert by_total is not None
         if ctx.needs_scale:
-            by_scale = saved[0].detach() * by_total
+            by_scale = counted(saved[0].detach(), saved[-1].detach()) * by_total
         # Saved outputs come back as results of the op; a gradient that wants a gradient is for create_graph alone.
         stored = [None if t is None else t.detach() if t.requires_grad else t for t in saved[1:6]]
         scaled = iter(times([t for t in stored if t is not None], by_total))

@@ -164,6 +164,28 @@ def test_members_that_are_largest_at_the_lowest_logit(label: str, is_learned: bo
     assert torch.equal(found_extras.argmax.cpu(), exact_extras.argmax)
 
 
+@pytest.mark.usefixtures("_every_way")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("mixture", [False, True], ids=["plain", "mixture"])
+def test_a_token_weight_of_0_has_a_gradient(mixture: bool, reduction: str) -> None:
+    hidden, weight, prior = torch.randn(N, K, D), torch.randn(V, D), torch.randn(N, K)
+    target, t = target_with_ignored(), torch.linspace(0.0, 2.0, N)
+    target[0] = 3
+    found = []
+    for backend, device, dtype in (("triton", DEVICE, torch.float32), ("reference", "cpu", torch.float64)):
+        leaf = t.to(device, dtype).requires_grad_()
+        h, w, p = (x.to(device, dtype).requires_grad_() for x in (hidden, weight, prior))
+        options: dict[str, Any] = {"function": "sigsoftmax", "token_weights": leaf, "reduction": reduction}
+        options |= {"z_loss": 0.01, "backend": backend}
+        if mixture:
+            loss = sigsoftmax.mixture_cross_entropy(h, p, w, target.to(device), **options)
+        else:
+            loss = sigsoftmax.linear_cross_entropy(h[:, 0], w, target.to(device), **options)
+        found.append(gradients(loss, [leaf])[0].cpu().double())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert found[0][0] != 0
+
+
 def test_a_prior_that_falls() -> None:
     z = torch.tensor([[-300.0, -1.0, 2.0], [5.0, -2e3, LEAST], [-1e30, -1e30, 1.0]], device=DEVICE)
     gss = OutputFunction("gss", k=-1.0)
