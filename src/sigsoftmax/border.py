@@ -7,6 +7,7 @@ K components, V classes, d features.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,12 +70,24 @@ class Product(NamedTuple):
         """(N, K)"""
         return log_prior.reshape(self.leading.numel(), log_prior.shape[-1]).contiguous()
 
-    def logits(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(self.hidden(input), weight, bias, self.dtype)
+    def logits(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, member: OutputFunction, arguments: Sequence[Tensor]
+    ) -> Tensor:
+        gradient_dtype = reference.gradient_dtype(member.form, arguments, self.dtype)
+        return linear(self.hidden(input), weight, bias, self.dtype, gradient_dtype)
 
 
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+def linear(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> Tensor:
+    """Products of this dtype, in one that their gradient needs."""
+    hidden, weight = (t.to(dtype).to(gradient_dtype) for t in (hidden, weight))
+    product = F.linear(hidden, weight, None if bias is None else bias.to(dtype).to(gradient_dtype))
+    if dtype == gradient_dtype:
+        return product
+    # Rounded for itself alone: autograd would round the gradient as well.
+    exact = product.detach()
+    return product + (exact.to(dtype).to(gradient_dtype) - exact)
 
 
 def prior_of(member: OutputFunction, prior_function: Function | None) -> OutputFunction:

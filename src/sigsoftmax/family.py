@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Pair, Values
+from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Scaled, Values
 
 __all__ = ["Definition", "Form", "Learned", "OutputFunction", "Parameter", "names", "register_function"]
 
@@ -197,11 +197,11 @@ def register_function(
     def slope_by_autograd(z: Tensor, *arguments: Tensor) -> Tensor:
         return torch.func.grad(lambda x: phi(x, *arguments).sum())(z)
 
-    def relative(z: Tensor, anchor: Tensor, *arguments: Tensor) -> Pair:
+    def scaled(z: Tensor, anchor: Tensor, *arguments: Tensor) -> Scaled:
         # Nothing is known of phi: the offset is its own largest value, since that of z may lie elsewhere.
         value = phi(z, *arguments)
         offset = value.detach().amax(-1, keepdim=True)
-        return value - offset, offset
+        return Scaled(value - offset, 1.0, offset)
 
     def argument_slopes(z: Tensor, anchor: Tensor, *arguments: Tensor) -> ArgumentSlopes:
         wide = [argument.expand_as(z) for argument in arguments]
@@ -211,7 +211,11 @@ def register_function(
     def is_increasing(values: Values) -> bool:
         return False
 
-    form = Form(name, phi, slope or slope_by_autograd, relative, argument_slopes, is_increasing, is_builtin=False)
+    def steepest(values: Values) -> float:
+        return math.inf
+
+    slope = slope or slope_by_autograd
+    form = Form(name, phi, slope, scaled, argument_slopes, is_increasing, steepest, is_builtin=False)
     _FORMS[name] = form
     _define(
         Definition(

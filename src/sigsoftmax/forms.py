@@ -8,8 +8,10 @@ Shapes: N rows, V classes. Arguments of a form are tensors of shape () or (V,).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +24,38 @@ Values = Sequence[float | None]
 """of a form's arguments; None where a value is not known: it differs by class, or lies on a device"""
 
 
+class Scaled(NamedTuple):
+    """phi relative to an offset: phi(z) = unit * value + offset."""
+
+    value: Tensor
+    """finite for every finite z, also where its product with the unit is none"""
+    unit: Tensor | float
+    """() or a number; a power of two"""
+    offset: Tensor
+
+
 @dataclass(frozen=True)
 class Form:
     """A formula for phi. Masked classes (logit -inf) never reach these functions: see ``backends.reference``.
 
-    ``relative(z, anchor, *arguments)`` returns ``(phi(z) - offset, offset)`` for an anchor that is the logit of the row
-    at which phi is largest. It exists because ``phi(z) - phi(anchor)`` cancels: near ``z = -1e4`` the difference of two
-    float32 values of phi is off by 6e-4. The offset is constant in z and differentiable in the arguments.
+    ``scaled(z, anchor, *arguments)`` is phi relative to an offset, for an anchor that is the logit of the row at which
+    phi is largest. It exists because ``phi(z) - phi(anchor)`` cancels: near ``z = -1e4`` the difference of two float32
+    values of phi is off by 6e-4. The offset is constant in z and differentiable in the arguments. The unit lets sums
+    over classes be formed whose terms, weighted, are numbers that the dtype holds while phi is not.
 
-    ``argument_slopes(z, anchor, *arguments)`` returns the derivatives of these two results by each argument.
+    ``argument_slopes(z, anchor, *arguments)`` returns the derivatives by each argument of phi less its offset, and of
+    the offset.
 
     ``is_increasing(values)`` says whether phi is known not to decrease for these values of the arguments. Then the
     anchor is the row's highest logit, and classes that share phi are ordered as their logits are. Whoever relies on
     either asks here.
 
+    ``steepest(values)`` bounds the slope of phi; a value that is not known counts as 1. Gradients of logits can be as
+    much larger than the loss, and float16 ends at 65504.
+
     ``leading(lowest, highest, *arguments)`` is the anchor for any values of the arguments: whichever end of the row has
     the larger phi, since a phi that is monotone or convex is largest at an end. None means that the highest logit
-    serves: phi never decreases, or ``relative`` looks for the largest phi itself.
+    serves: phi never decreases, or ``scaled`` looks for the largest phi itself.
 
     ``offset_gap(anchor, arguments, other_anchor, other_arguments)`` is the difference of two rows' offsets, which
     cancels as well if it is formed from the two. An argument per class is given by its mean. None means that nothing is
@@ -48,12 +65,18 @@ class Form:
     name: str
     phi: Callable[..., Tensor]
     slope: Callable[..., Tensor]
-    relative: Callable[..., Pair]
+    scaled: Callable[..., Scaled]
     argument_slopes: Callable[..., ArgumentSlopes]
     is_increasing: Callable[[Values], bool]
+    steepest: Callable[[Values], float]
     leading: Callable[..., Tensor] | None = None
     is_builtin: bool = True
     offset_gap: OffsetGap | None = None
+
+    def relative(self, z: Tensor, anchor: Tensor, *arguments: Tensor) -> Pair:
+        """``(phi(z) - offset, offset)``"""
+        value, unit, offset = self.scaled(z, anchor, *arguments)
+        return unit * value, offset
 
 
 # Logistic: phi(z) = alpha z + beta log sigmoid(z - c)
@@ -80,20 +103,25 @@ def _is_increasing_logistic(values: Values) -> bool:
     return alpha is not None and beta is not None and alpha >= 0.0 and alpha + beta >= 0.0
 
 
+def _steepest_logistic(values: Values) -> float:
+    alpha, beta = (1.0 if value is None else value for value in values[:2])
+    return max(abs(alpha), abs(alpha + beta))
+
+
 def _power_of_two(alpha: Tensor, beta: Tensor) -> Tensor:
-    """At most the larger slope and at least 1. Slopes divided by it, which is exact, are below 2."""
+    """At least both slopes and 1. Slopes divided by it, which is exact, are at most 1."""
     steepest = torch.maximum(alpha.abs(), (alpha + beta).abs()).detach()
-    return torch.exp2(torch.log2(steepest.clamp(min=1.0)).floor())
+    return torch.exp2(torch.log2(steepest.clamp(min=1.0)).ceil())
 
 
-def _logistic_less_offset(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
+def _logistic_scaled(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Scaled:
     """phi less its offset as a piecewise linear function plus a tail.
 
     ``log sigmoid(x)`` is ``min(x, 0)`` plus a tail that is even in x, so left of c phi has the slope alpha + beta and
     right of it alpha. Each piece is written so that nothing large is subtracted from something like it: not the logit
-    of the row's anchor, and not one slope from the other (they cancel for gss with k near 0). Logits are halved and
-    slopes scaled, because the difference of the extreme floats overflows, as do the two terms of a difference across c
-    where phi falls on one side of it (gss with k < 0).
+    of the row's anchor, and not one slope from the other (they cancel for gss with k near 0). The unit is twice a bound
+    of the slopes: logits are halved and slopes scaled, because the difference of the extreme floats overflows, as do
+    the two terms of a difference across c where phi falls on one side of it (gss with k < 0).
     """
     centre = c.detach().mean()
     x = z - c
@@ -114,13 +142,9 @@ def _logistic_less_offset(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor
             right_slope * (half_z - half_centre) - left_slope * (half_anchor - half_centre),
         ),
     )
-    return (2.0 * scale) * line + beta * tail
-
-
-def _logistic_relative(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Pair:
-    centre = c.detach().mean()
+    unit = 2.0 * scale
     offset = torch.where(anchor > centre, alpha * anchor, (alpha + beta) * anchor - beta * centre)
-    return _logistic_less_offset(z, anchor, alpha, beta, c), offset
+    return Scaled(line + (beta / unit) * tail, unit, offset)
 
 
 def _logistic_leading(lowest: Tensor, highest: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
@@ -128,16 +152,16 @@ def _logistic_leading(lowest: Tensor, highest: Tensor, alpha: Tensor, beta: Tens
 
     With one c per class the phi of their mean decides; the largest phi is then at most beta times the spread away.
     """
-    return torch.where(_logistic_less_offset(lowest, highest, alpha, beta, c.mean()) > 0.0, lowest, highest)
+    return torch.where(_logistic_scaled(lowest, highest, alpha, beta, c.mean()).value > 0.0, lowest, highest)
 
 
 def _logistic_argument_slopes(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> ArgumentSlopes:
     # phi is linear in beta: its derivative is phi itself for alpha = 0, beta = 1.
     none, one = torch.zeros_like(alpha), torch.ones_like(beta)
-    by_beta, offset_by_beta = _logistic_relative(z, anchor, none, one, c)
+    value, unit, offset_by_beta = _logistic_scaled(z, anchor, none, one, c)
     # The difference of the extreme floats overflows; a class that far away has probability 0, and 0 * inf is NaN.
     largest = torch.finfo(z.dtype).max
-    by_alpha = (z - anchor).clamp(-largest, largest)
+    by_alpha, by_beta = ((z - anchor).clamp(-largest, largest), (unit * value).clamp(-largest, largest))
     return (by_alpha, by_beta, -beta * torch.sigmoid(c - z)), (anchor, offset_by_beta, torch.zeros_like(anchor))
 
 
@@ -148,7 +172,7 @@ def _logistic_offset_gap(
     (alpha, beta, c), other_c = arguments, other_arguments[2]
     gap_left = torch.minimum(anchor, c) - torch.minimum(other_anchor, other_c)
     gap_right = torch.maximum(anchor, c) - torch.maximum(other_anchor, other_c)
-    # Scaled as in ``_logistic_less_offset``: each term may overflow where their sum does not.
+    # Scaled as in ``_logistic_scaled``: each term may overflow where their sum does not.
     scale = _power_of_two(alpha, beta)
     from_left = ((alpha + beta) / scale) * (0.5 * (gap_left - (c - other_c)))
     return (2.0 * scale) * (from_left + (alpha / scale) * (0.5 * gap_right))
@@ -165,9 +189,9 @@ def _relu_slope(z: Tensor, eps: Tensor) -> Tensor:
     return (z > 0) / (torch.relu(z) + eps)
 
 
-def _relu_relative(z: Tensor, anchor: Tensor, eps: Tensor) -> Pair:
+def _relu_scaled(z: Tensor, anchor: Tensor, eps: Tensor) -> Scaled:
     offset = _relu_phi(anchor, eps)
-    return _relu_phi(z, eps) - offset, offset
+    return Scaled(_relu_phi(z, eps) - offset, 1.0, offset)
 
 
 def _relu_argument_slopes(z: Tensor, anchor: Tensor, eps: Tensor) -> ArgumentSlopes:
@@ -188,10 +212,10 @@ def _softcap_slope(z: Tensor, c: Tensor) -> Tensor:
     return 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)
 
 
-def _softcap_relative(z: Tensor, anchor: Tensor, c: Tensor) -> Pair:
+def _softcap_scaled(z: Tensor, anchor: Tensor, c: Tensor) -> Scaled:
     # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b): no cancellation when a cap is wide.
     difference = torch.tanh((z - anchor) / c) * (1.0 - torch.tanh(z / c) * torch.tanh(anchor / c))
-    return c * difference, _softcap_phi(anchor, c)
+    return Scaled(c * difference, 1.0, _softcap_phi(anchor, c))
 
 
 def _softcap_by_cap(z: Tensor, c: Tensor) -> Tensor:
@@ -203,9 +227,9 @@ def _softcap_argument_slopes(z: Tensor, anchor: Tensor, c: Tensor) -> ArgumentSl
     return (_softcap_by_cap(z, c) - at_anchor,), (at_anchor,)
 
 
-def _gap_of_phi(relative: Callable[..., Pair]) -> OffsetGap:
-    """For forms whose offset is phi of the anchor."""
-    return lambda anchor, arguments, other_anchor, _: relative(anchor, other_anchor, *arguments)[0]
+def _gap_of_phi(scaled: Callable[..., Scaled]) -> OffsetGap:
+    """For forms whose offset is phi of the anchor, in units of 1."""
+    return lambda anchor, arguments, other_anchor, _: scaled(anchor, other_anchor, *arguments).value
 
 
 def _always(values: Values) -> bool:
@@ -216,9 +240,10 @@ LOGISTIC = Form(
     "logistic",
     _logistic_phi,
     _logistic_slope,
-    _logistic_relative,
+    _logistic_scaled,
     _logistic_argument_slopes,
     _is_increasing_logistic,
+    _steepest_logistic,
     _logistic_leading,
     offset_gap=_logistic_offset_gap,
 )
@@ -226,17 +251,19 @@ RELU = Form(
     "relu",
     _relu_phi,
     _relu_slope,
-    _relu_relative,
+    _relu_scaled,
     _relu_argument_slopes,
     _always,
-    offset_gap=_gap_of_phi(_relu_relative),
+    lambda values: math.inf if values[0] is None else 1.0 / values[0],
+    offset_gap=_gap_of_phi(_relu_scaled),
 )
 SOFTCAP = Form(
     "softcap",
     _softcap_phi,
     _softcap_slope,
-    _softcap_relative,
+    _softcap_scaled,
     _softcap_argument_slopes,
     _always,
-    offset_gap=_gap_of_phi(_softcap_relative),
+    lambda values: 1.0,
+    offset_gap=_gap_of_phi(_softcap_scaled),
 )

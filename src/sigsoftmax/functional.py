@@ -99,7 +99,7 @@ def mixture_log_probs(
     log_prior_NK = product.flat(log_prior(prior_logits, member, prior_function, backend))
     tensors = (input, prior_logits, linear_weight, linear_bias, *arguments)
     if dispatch.choose(backend, member.form, product.dtype, tensors) == "reference":
-        logits_NKV = product.logits(input, linear_weight, linear_bias)
+        logits_NKV = product.logits(input, linear_weight, linear_bias, member, arguments)
         flat = reference.mixture_log_probs(logits_NKV, log_prior_NK, member.form, arguments, floor).to(product.dtype)
     else:
         needs = [needs_gradient(t) for t in (input, linear_weight, linear_bias, log_prior_NK)] + [

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sigsoftmax import validation
 from sigsoftmax.backends import dispatch, reference, token_loss
-from sigsoftmax.backends.chunks import scaled, token_scales
+from sigsoftmax.backends.chunks import token_scales
+from sigsoftmax.backends.reference import scaled
 from sigsoftmax.backends.shards import Shard
 from sigsoftmax.border import Function, check_floating, check_nonnegative, check_tensor, linear, needs_gradient
 from sigsoftmax.family import OutputFunction
@@ -286,7 +287,8 @@ class Loss:
         if linear_weight is None:
             logits_NKV = hidden_NKd
         else:
-            logits_NKV = linear(hidden_NKd, linear_weight, linear_bias, self.product_dtype)
+            gradient_dtype = reference.gradient_dtype(self.member.form, self.arguments, self.product_dtype)
+            logits_NKV = linear(hidden_NKd, linear_weight, linear_bias, self.product_dtype, gradient_dtype)
         results = reference.token_losses(
             logits_NKV,
             log_prior_NK,

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
@@ -171,10 +173,11 @@ def test_mixtures_of_extreme_logits_have_no_nan(label: str, smoothing: float, dt
 def test_no_nan_for_floats_that_hypothesis_finds(row: list[float], label: str) -> None:
     z = torch.tensor([row], dtype=torch.float32)
     for backend in BACKENDS:
-        losses, by_z = loss_and_gradient(z, torch.tensor([0]), by_label[label], backend)
-        assert not losses.isnan().any(), backend
-        assert (losses >= -1e-6).all(), backend
-        assert by_z.isfinite().all(), backend
+        for options in ({}, {"label_smoothing": 0.1}, {"z_loss": 1e-4}):
+            losses, by_z = loss_and_gradient(z, torch.tensor([0]), by_label[label], backend, **options)
+            assert not losses.isnan().any(), backend
+            assert (losses >= -1e-6).all(), backend
+            assert by_z.isfinite().all(), backend
 
 
 EXACT_ROWS: dict[str, Sequence[float]] = {
@@ -184,25 +187,103 @@ EXACT_ROWS: dict[str, Sequence[float]] = {
     "-1e4 and near": (-1e4, -1e4 - 1.0, -1e4 - 3.5, -1e4 + 0.5),
     "around the bend": (0.25, -0.25, 1e-20, -1e-20, 2.0, -60.0),
     "a far spread": (88.0, 0.0, -88.0, -104.0),
+    "twice at the low end": (-1e30, -1e30, 0.0, 1.0),
+    "far to both sides": (-3.4e38, 0.0, 1e30, -1.7e38, -1.7e38),
+    "equally far to both sides": (3e38, -3e38, 0.0, 3e38, 1e4),
 }
+SLOPES = [
+    *(replace(by_label["gss(k=-1)"], label=f"gss(k={k})", parameters={"k": k, "c": 0.0}) for k in (-100.0, -2.0, 50.0)),
+    *(replace(by_label["softmax"], label=f"softmax({a})", parameters={"alpha": a}) for a in (0.5, 100.0)),
+]
 
 
 @every_backend
 @pytest.mark.parametrize("row", EXACT_ROWS.values(), ids=EXACT_ROWS)
-@pytest.mark.parametrize("member", [m for m in MEMBERS if not m.per_class], ids=str)
-def test_losses_of_extreme_rows_are_exact(member: Member, row: Sequence[float], backend: str) -> None:
+@pytest.mark.parametrize("member", [*(m for m in MEMBERS if not m.per_class), *SLOPES], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_of_extreme_rows_are_exact(member: Member, row: Sequence[float], smoothing: float, backend: str) -> None:
     """Against arithmetic with 120 digits, float32 rounding allowed, at every position of the target."""
     z = torch.tensor([list(row)] * len(row), dtype=torch.float32)
-    losses, _ = loss_and_gradient(z, torch.arange(len(row)), member, backend)
+    losses, by_z = loss_and_gradient(z, torch.arange(len(row)), member, backend, label_smoothing=smoothing)
     exact = member.exact_log_probs(z[0].tolist())
+    mean = mpmath.fsum(exact) / len(row)
     # relu's logarithms and what a user's phi returns are as good as float32 holds numbers of their size.
     scale = {"relu": 20.0, "user_atan": 5.0, "user_falling": float(z.abs().amax())}.get(member.name, 1.0)
+    assert by_z.isfinite().all()
     for got, log_p in zip(losses.tolist(), exact, strict=True):
-        expected = -float(log_p)
-        if expected > 3.4e38:
+        expected = -float((1.0 - smoothing) * log_p + smoothing * mean)
+        if expected > 3.4e38 or -log_p > 3.4e38:
             assert got > 3e38
-        else:
+        elif member.name != "user_falling" or -mpmath.fsum(exact) < 3.4e38:
+            # The sum of what a user's phi returns may overflow.
             assert abs(got - expected) <= 4e-7 * (scale + abs(expected)), (got, expected)
+
+
+@every_backend
+def test_two_classes_far_to_the_left_share_the_probability(backend: str) -> None:
+    found = sigsoftmax.probs(torch.tensor([-1e30, -1e30, 0.0, 1.0]), function="gss(k=-1)", backend=backend)
+    assert_same(found, torch.tensor([0.5, 0.5, 0.0, 0.0]))
+
+
+@every_backend
+@every_member
+def test_z_loss_and_weights_of_0_make_no_nan(member: Member, backend: str) -> None:
+    """Squares of normalisers overflow, and what overflows meets probabilities, priors and weights of 0."""
+    z = extreme_rows(torch.float32)
+    weight = torch.ones(V)
+    weight[[0, 4]] = 0.0
+    shares = torch.zeros(z.shape[0], V)
+    shares[:, 2] = 1.0
+    values = member.learned(V, torch.float32)
+    if member.registers is not None:
+        pytest.skip("what a user's phi returns may be infinite")
+    # Row by row: gradients of parameters overflow, and their sum over rows would be that of two infinities.
+    for row in range(z.shape[0]):
+        for target in (torch.zeros(1, dtype=torch.int64), shares[:1]):
+            logits = z[row : row + 1].clone().requires_grad_()
+            loss = sigsoftmax.cross_entropy(
+                logits,
+                target,
+                weight,
+                function=member.make(V, **values),
+                backend=backend,
+                reduction="sum",
+                z_loss=1e-4,
+                label_smoothing=0.1,
+            )
+            assert not loss.isnan(), row
+            assert not any(g.isnan().any() for g in gradients(loss, [logits, *values.values()])), row
+
+
+@every_backend
+@pytest.mark.parametrize("kind", ["linear", "mixture", "smoothed mixture", "log_probs"])
+def test_steep_slopes_in_float16(kind: str, backend: str) -> None:
+    """Gradients of relu's logits near 0 exceed float16, and those of what they are made of do not."""
+    tokens, components, features = 6, 2, 5
+    inputs = [2e-3 * torch.randn(tokens, components, features), 2e-3 * torch.randn(V, features)]
+    inputs += [torch.randn(tokens, components)]
+    target = torch.randint(V, (tokens,))
+
+    def found(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        hidden, weight, prior = (t.half().to(dtype).requires_grad_() for t in inputs)
+        options: dict[str, Any] = {"function": "relu", "backend": backend, "chunk_bytes": 100}
+        if kind == "linear":
+            loss = sigsoftmax.linear_cross_entropy(hidden[:, 0], weight, target, **options)
+        elif kind == "log_probs":
+            log_p = sigsoftmax.mixture_log_probs(hidden, prior, weight, **options)
+            loss = -log_p.to(torch.promote_types(dtype, torch.float32)).gather(-1, target[:, None]).mean()
+        else:
+            smoothing = 0.1 if kind == "smoothed mixture" else 0.0
+            loss = sigsoftmax.mixture_cross_entropy(hidden, prior, weight, target, label_smoothing=smoothing, **options)
+        return gradients(loss, [hidden, weight])
+
+    logits = inputs[0].half().flatten(0, 1) @ inputs[1].half().T
+    assert (logits[logits > 0] < 1.0 / 65504).any()
+    of_float16 = found(torch.float16, backend)
+    assert all(g.isfinite().all() for g in of_float16)
+    # Rounded logits are what the difference is made of.
+    for a, e in zip(of_float16, found(torch.float16, "reference"), strict=True):
+        assert_same(a, e, tolerance=4e-3)
 
 
 # Errors against plain torch

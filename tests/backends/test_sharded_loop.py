@@ -104,6 +104,35 @@ def test_float32_keeps_its_digits_far_from_zero(name: str, level: float) -> None
         assert (found.gradients[key] - gradient).norm() <= 2.0 * of_one + 1e-6 * gradient.norm()
 
 
+@pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss(k=-1)", "gss(k=-2)", "gss(k=0.2)", "relu"])
+def test_logits_near_the_largest_float(name: str) -> None:
+    """Offsets of ranks overflow where the differences that count do not."""
+    function = OutputFunction.parse(name)
+    logits = torch.randn(N, V)
+    logits[0, 5:] = -3e38
+    logits[1] = -3e38
+    logits[2, ::2] = 3e38
+    logits[3] = torch.linspace(-1.0, 1.0, V) * 3.4e38
+    logits[4, 3] = -1e30
+    logits[5, 7:9] = -1.7e38
+    tensors = {"hidden": logits, "weight": torch.eye(V), "bias": torch.zeros(V)}
+    target = torch.randint(V, (N,))
+    for smoothing in (0.0, 0.1):
+        options = {"reduction": "none", "label_smoothing": smoothing}
+        one = in_one_process(function, tensors, {}, target, **options)
+        assert not one.loss.isnan().any()
+        ranks = in_threads(UNEVEN, function, tensors, {}, target, **options)
+        for outcome in ranks:
+            # With smoothing every gap between ranks counts, and some are more than a float32.
+            finite = one.loss.isfinite() & (outcome.loss.isfinite() | (smoothing == 0.0))
+            torch.testing.assert_close(outcome.loss[finite], one.loss[finite], rtol=1e-5, atol=1e-5)
+            assert not outcome.loss.isnan().any()
+        for key, whole in one.gradients.items():
+            found = sum(o.gradients[key] for o in ranks)
+            if key == "bias":
+                torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["softmax(alpha=1.5)", "sigsoftmax", "gss(k=0.01, c=3.7)", "relu", "softcap(c=1e4)"])
 def test_the_gap_of_two_offsets_does_not_cancel(name: str) -> None:
     function = OutputFunction.parse(name)

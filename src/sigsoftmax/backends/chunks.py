@@ -21,7 +21,7 @@ from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowRoutines, RowStats
 from sigsoftmax.backends.mixture_block import MixtureBlock
-from sigsoftmax.backends.reference import MASK
+from sigsoftmax.backends.reference import MASK, finite, scaled, z_losses
 from sigsoftmax.backends.sources import LinearLogits, Source
 from sigsoftmax.forms import Form
 
@@ -81,19 +81,6 @@ def concatenate(kind: type[Vectors], pieces: Sequence[Vectors]) -> Vectors:
     return kind(*columns)
 
 
-def counted(value: Tensor, scale: Tensor) -> Tensor:
-    """What a scale multiplies: the derivative of :func:`scaled` by it.
-
-    Where the scale is 0 it is a finite number, the largest one in place of an infinite one and 0 in place of NaN.
-    """
-    return torch.where(scale == 0, torch.nan_to_num(value), value)
-
-
-def scaled(value: Tensor, scale: Tensor) -> Tensor:
-    """Their product, and 0 where the scale is 0: an ignored row may have a value that is NaN."""
-    return scale * counted(value, scale)
-
-
 MakeRoutines = Callable[[Form, Sequence[Tensor], Tensor, bool], RowRoutines]
 
 
@@ -149,7 +136,8 @@ class LossLoop:
         self.smoothing_V: Tensor | None = None
         if options.label_smoothing and not self.is_dense_mixture and self.probabilities_NV is None:
             ones_V = self.numbers.new_ones(num_classes)
-            self.smoothing_V = ones_V if self.class_weight_V is None else self.class_weight_V
+            # With its share: a sum over classes of what is smoothed may overflow, and not its share.
+            self.smoothing_V = self.share * (ones_V if self.class_weight_V is None else self.class_weight_V)
             self.smoothing_mass = self.smoothing_V.sum()
         if self.is_dense_mixture:
             self.dense_routines = FormRows(form, arguments, like, needs_arguments)
@@ -201,7 +189,7 @@ class LossLoop:
         losses_N = self._all("losses") if "losses" in self.collected else self._plain_losses()
         if self.options.z_loss:
             prior_NK = torch.ones_like(normalizer_NK) if self.log_prior_NK is None else self.log_prior_NK.exp()
-            losses_N = losses_N + self.options.z_loss * (prior_NK * normalizer_NK.square()).sum(-1)
+            losses_N = losses_N + z_losses(finite(normalizer_NK), prior_NK, self.options.z_loss)
         losses_N = torch.where(self.kept_N, losses_N, torch.zeros_like(losses_N))
         argmax_N = self._all("argmax", torch.int64) if self.options.argmax else None
         return TokenLosses(losses_N, normalizer_NK, argmax_N, self._all("entropy") if self.options.entropy else None)
@@ -270,9 +258,9 @@ class LossLoop:
         normalizer_N = self._all("normalizer")
         if self.target_weight_N is None:
             return normalizer_N * self._all("mass") - self._all("dense")
-        losses = self.target_weight_N * (normalizer_N - self._all("target"))
+        losses = scaled(normalizer_N - self._all("target"), self.target_weight_N)
         if self.smoothing_V is not None:
-            losses = losses + self.share * (self.smoothing_mass * normalizer_N - self._all("dense"))
+            losses = losses + (self.smoothing_mass * normalizer_N - self._all("dense"))
         return losses
 
     def _mixture_losses(self, span: slice, log_f_nK: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,7 +277,7 @@ class LossLoop:
         by_log_f_nK = responsibility_nK.mul_(weight_n1)
         if self.options.floor:
             by_log_f_nK.mul_(torch.exp(log_p_n1 - floored_n1))
-        return -(weight_n1 * floored_n1).squeeze(-1), by_log_f_nK
+        return -scaled(floored_n1, weight_n1).squeeze(-1), by_log_f_nK
 
     def _coefficients(
         self, span: slice, stats: RowStats | None, mass: Tensor | None, by_log_f_nK: Tensor | None
@@ -310,13 +298,13 @@ class LossLoop:
             by_normalizer = self.target_weight_N[span] * scale_n
             by_target = -by_normalizer
             if self.smoothing_V is not None:
-                by_dense = -self.share * scale_n
+                by_dense = -scale_n
                 by_normalizer = by_normalizer - by_dense * self.smoothing_mass
         else:
             assert mass is not None
             by_normalizer, by_target, by_dense = mass * scale_n, None, -scale_n
         if self.options.z_loss and stats is not None:
-            slope_R = 2.0 * self.options.z_loss * (stats.normalizer + stats.offset)
+            slope_R = 2.0 * self.options.z_loss * (stats.normalizer + finite(stats.offset))
             if self.log_prior_NK is not None:
                 slope_R = slope_R * self.log_prior_NK[span].exp().flatten()
             by_normalizer = by_normalizer + scaled(slope_R, scale_n)
@@ -349,7 +337,7 @@ class LossLoop:
         by_normalizer_nK = None
         if self.options.z_loss:
             prior_nK = self.log_prior_NK[span].exp()
-            by_normalizer_nK = 2.0 * self.options.z_loss * prior_nK * block.log_normalizer_nK * scale_n1
+            by_normalizer_nK = 2.0 * self.options.z_loss * prior_nK * finite(block.log_normalizer_nK) * scale_n1
         by_log_p_nV = self._class_weights_of_tokens(span, self.target_weight_N).mul_(-scale_n1)
         assert self.prior_gradient_NK is not None
         unused_n1 = self.unused_N[span].unsqueeze(-1)
@@ -358,15 +346,15 @@ class LossLoop:
 
     def _losses_of_log_p(self, span: slice, log_p_nV: Tensor) -> Tensor:
         if self.index_N is None or self.target_weight_N is None:
-            return -(self._smoothed_probabilities(span) * log_p_nV).sum(-1)
+            return -scaled(log_p_nV, self._smoothed_probabilities(span)).sum(-1)
         losses = -self._weighted_at_target(span, log_p_nV, self.index_N, self.target_weight_N)
         if self.share:
-            weighted = log_p_nV if self.class_weight_V is None else log_p_nV * self.class_weight_V
-            losses = losses - self.share * weighted.sum(-1)
+            ones_V = self.numbers.new_ones(1) if self.class_weight_V is None else self.class_weight_V
+            losses = losses - scaled(log_p_nV, self.share * ones_V).sum(-1)
         return losses
 
     def _weighted_at_target(self, span: slice, log_p_nV: Tensor, index_N: Tensor, target_weight_N: Tensor) -> Tensor:
-        return target_weight_N[span] * log_p_nV.gather(-1, index_N[span].unsqueeze(-1)).squeeze(-1)
+        return scaled(log_p_nV.gather(-1, index_N[span].unsqueeze(-1)).squeeze(-1), target_weight_N[span])
 
     def _class_weights_of_tokens(self, span: slice, target_weight_N: Tensor | None) -> Tensor:
         """q with loss = -sum_j q_j log P_j, (n, V)."""

@@ -32,7 +32,7 @@ def log_probs(
     needs: Sequence[bool],
 ) -> Tensor:
     """The log-probability of every class, (N, V), in the dtype of the logits."""
-    source = _dense_source(hidden, weight, bias, product_dtype, chunk_bytes, needs=(False,) * 5)
+    source = _dense_source(hidden, weight, bias, product_dtype, product_dtype, chunk_bytes, needs=(False,) * 5)
     routines = FormRows(form_by_name(form), arguments, source.logits_like)
     out_NV = source.logits_like.new_empty(source.num_tokens, source.num_classes)
     for span, _, logits_RV in source.blocks(routines.max_rows, backpropagate=False):
@@ -77,7 +77,8 @@ def log_probs_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight, bias, prior and arguments."""
     needs_arguments = needs[4]
-    source = _dense_source(hidden, weight, bias, product_dtype, chunk_bytes, needs=needs)
+    gradient_dtype = reference.gradient_dtype(form_by_name(form), arguments, product_dtype)
+    source = _dense_source(hidden, weight, bias, product_dtype, gradient_dtype, chunk_bytes, needs=needs)
     routines = FormRows(form_by_name(form), arguments, source.logits_like, needs_arguments)
     prior_gradient = by_log_p.new_empty(0) if log_prior is None else log_prior.new_empty(log_prior.shape)
     for span, first_row, logits_RV in source.blocks(routines.max_rows, backpropagate=True):
@@ -164,6 +165,7 @@ def _dense_source(
     weight: Optional[Tensor],
     bias: Optional[Tensor],
     product_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
     chunk_bytes: int,
     needs: Sequence[bool],
 ) -> Source:
@@ -179,4 +181,5 @@ def _dense_source(
         needs_hidden=needs[0],
         needs_weight=needs[1],
         needs_bias=needs[2],
+        gradient_dtype=gradient_dtype,
     )

@@ -24,6 +24,30 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def counted(value: Tensor, scale: Tensor) -> Tensor:
+    """What a scale multiplies: the derivative of :func:`scaled` by it.
+
+    Where the scale is 0 it is a finite number, the largest one in place of an infinite one and 0 in place of NaN.
+    """
+    return torch.where(scale == 0, torch.nan_to_num(value), value)
+
+
+def scaled(value: Tensor, scale: Tensor) -> Tensor:
+    """Their product, and 0 where the scale is 0: an ignored row may have a value that is NaN."""
+    return scale * counted(value, scale)
+
+
+def z_losses(log_normalizer_NK: Tensor, prior_NK: Tensor, z_loss: float) -> Tensor:
+    """z_loss times the prior's mean of n^2, (N,); multiplied so that a square overflows only if the product does."""
+    return ((z_loss * prior_NK) * log_normalizer_NK * log_normalizer_NK).sum(-1)
+
+
+def finite(values: Tensor) -> Tensor:
+    """The largest float in place of what overflowed."""
+    largest = torch.finfo(values.dtype).max
+    return values.clamp(-largest, largest)
+
+
 class Rows(NamedTuple):
     """log g of every class, each row relative to an offset: log g = relative + offset."""
 
@@ -35,15 +59,50 @@ class Rows(NamedTuple):
     """(..., 1): log sum g - offset"""
     anchor: Tensor
     """(..., 1): the logit that the offset belongs to"""
+    scaled: Tensor
+    """(..., V): relative / unit, finite for every finite logit"""
+    unit: Tensor | float
 
     @property
     def log_probs(self) -> Tensor:
         return self.relative - self.normalizer
 
     @property
+    def finite_log_normalizer(self) -> Tensor:
+        """As :attr:`log_normalizer`, at most the largest float: for z-loss, whose slope would be inf times 0."""
+        return (self.normalizer + finite(self.offset)).squeeze(-1)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """sum_j weights_j relative_j, (...): also where a relative value overflows that has a small weight."""
+        return (self.unit * (weights * self.scaled).sum(-1, keepdim=True)).squeeze(-1)
+
+    @property
     def log_normalizer(self) -> Tensor:
         """The absolute log sum g, (..., )."""
         return (self.normalizer + self.offset).squeeze(-1)
+
+
+STEEP = 2.0**14
+"""Gradients of logits may be so many times a token's weight before float16 ends, with room for a factor of 4."""
+
+
+def constant(argument: Tensor) -> float | None:
+    """The value of a scalar argument that is known without waiting for a device."""
+    return float(argument.detach()) if argument.ndim == 0 and argument.device.type == "cpu" else None
+
+
+def gradient_dtype(form: Form, arguments: Sequence[Tensor], product_dtype: torch.dtype) -> torch.dtype:
+    """Of the gradient of logits that are products of this dtype, from which other gradients are made.
+
+    Those may be numbers that float16 holds where the gradient of the logits is none: relu has slopes of 1e8.
+    """
+    if product_dtype != torch.float16:
+        return product_dtype
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        values: list[float | None] = [None for _ in arguments]
+    else:
+        values = [constant(a) for a in arguments]
+    return torch.float32 if form.steepest(values) > STEEP else product_dtype
 
 
 def arguments_like(z: Tensor, form: Form, arguments: Sequence[Tensor]) -> list[Tensor]:
@@ -89,9 +148,10 @@ def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasi
     wide = logits.to(compute_dtype(logits.dtype))
     like_z = arguments_like(wide, form, arguments)
     z, masked, anchor = anchored(wide, form, like_z, is_increasing=is_increasing)
-    relative, offset = form.relative(z, anchor, *like_z)
-    relative = torch.where(masked, wide, relative)
-    return Rows(relative, offset, torch.logsumexp(relative, -1, keepdim=True), anchor)
+    value, unit, offset = form.scaled(z, anchor, *like_z)
+    relative = torch.where(masked, wide, unit * value)
+    normalizer = torch.logsumexp(relative, -1, keepdim=True)
+    return Rows(relative, offset, normalizer, anchor, torch.where(masked, wide, value), unit)
 
 
 def log_probs(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Tensor:
@@ -166,22 +226,28 @@ def token_losses(
     num_classes = log_p.shape[-1]
     weight = torch.ones_like(log_p[:0].sum(0)) if class_weight_V is None else class_weight_V.to(log_p)
 
+    def weighted(weights: Tensor) -> Tensor:
+        """Minus the sum of weighted log-probabilities."""
+        if log_prior_NK is None:
+            return (weights.sum(-1, keepdim=True) * parts.normalizer.squeeze(1)).squeeze(-1) - parts.weighted(
+                weights.unsqueeze(-2)
+            ).squeeze(1)
+        return -scaled(log_p, weights).sum(-1)
+
     if target.is_floating_point():
         smooth = target.to(log_p) * (1.0 - label_smoothing) + label_smoothing / num_classes
-        losses = -(smooth * weight * log_p).sum(-1)
+        losses = weighted(smooth * weight)
         kept = torch.ones_like(losses, dtype=torch.bool)
     else:
         kept = target != ignore_index
         index = torch.where(kept, target, torch.zeros_like(target))
-        losses = -weight[index] * log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        losses = -scaled(log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1), (1.0 - label_smoothing) * weight[index])
         if label_smoothing:
-            spread = -(weight * log_p).sum(-1) / num_classes
-            losses = (1.0 - label_smoothing) * losses + label_smoothing * spread
+            losses = losses + weighted((label_smoothing / num_classes) * weight)
 
-    log_normalizer_NK = parts.log_normalizer
     if z_loss:
-        squares = log_normalizer_NK.square()
-        prior = torch.ones_like(squares) if log_prior_NK is None else log_prior_NK.detach().exp()
-        losses = losses + z_loss * (prior * squares).sum(-1)
+        n_NK = parts.finite_log_normalizer
+        prior = torch.ones_like(n_NK) if log_prior_NK is None else log_prior_NK.detach().exp()
+        losses = losses + z_losses(n_NK, prior, z_loss)
     losses = torch.where(kept, losses, torch.zeros_like(losses))
-    return TokenResults(losses, log_normalizer_NK.detach(), log_p.detach())
+    return TokenResults(losses, parts.log_normalizer.detach(), log_p.detach())

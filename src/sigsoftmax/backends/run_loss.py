@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sigsoftmax import validation
 from sigsoftmax.backends import dispatch, reference
-from sigsoftmax.backends.chunks import LossLoop, LossOptions, TokenLosses, scaled, token_scales
+from sigsoftmax.backends.chunks import LossLoop, LossOptions, TokenLosses, token_scales
 from sigsoftmax.backends.sharded_loop import ShardedLossLoop
 from sigsoftmax.backends.shards import Shard
 from sigsoftmax.backends.sources import Source
@@ -93,7 +93,7 @@ def run_loss(
         needs_arguments=needs_arguments,
     )
     result = loop.run()
-    total = scaled(result.losses_N, scale_N).sum()
+    total = reference.scaled(result.losses_N, scale_N).sum()
     if is_empty is not None:
         total = torch.where(is_empty, torch.full_like(total, torch.nan), total)
     return total, result, loop.prior_gradient_NK, loop.argument_gradients()

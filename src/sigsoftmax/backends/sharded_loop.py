@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends import reference
-from sigsoftmax.backends.chunks import LossLoop, LossOptions, MakeRoutines, TokenLosses, concatenate, scaled
+from sigsoftmax.backends.chunks import LossLoop, LossOptions, MakeRoutines, TokenLosses, concatenate
 from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowStats
 from sigsoftmax.backends.mixture_block import MixtureBlock
+from sigsoftmax.backends.reference import finite, scaled
 from sigsoftmax.backends.shards import Combined, Combiner, Measured, Shard, for_gradient
 from sigsoftmax.backends.sources import LinearLogits, Source
 from sigsoftmax.forms import Form
@@ -223,7 +224,7 @@ class ShardedLossLoop(LossLoop):
             assert self.log_prior_NK is not None
             scale_n1 = self.scale_N[chunk_span].unsqueeze(-1)
             by_normalizer_nK = (
-                2.0 * self.options.z_loss * self.log_prior_NK[chunk_span].exp() * log_normalizer_nK * scale_n1
+                2.0 * self.options.z_loss * self.log_prior_NK[chunk_span].exp() * finite(log_normalizer_nK) * scale_n1
             )
         for block in blocks:
             span, rows, logits_RV = block

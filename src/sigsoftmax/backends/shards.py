@@ -142,7 +142,7 @@ class Combiner:
         )
         assert anchor_PR is not None and offset_PR is not None and normalizer_PR is not None
 
-        leader_R = (offset_PR + normalizer_PR).argmax(0)
+        leader_R = self._leader(anchor_PR, offset_PR, normalizer_PR)
         gap_PR = self._offset_gap(anchor_PR, offset_PR, leader_R)
         normalizer_PR = normalizer_PR + gap_PR
         normalizer_R = torch.logsumexp(normalizer_PR, 0)
@@ -171,12 +171,22 @@ class Combiner:
         rank = self.shard.rank
         return Combined(combined, mass_R, torch.exp(normalizer_PR[rank] - normalizer_R), gap_PR[rank])
 
+    def _leader(self, anchor_PR: Tensor, offset_PR: Tensor, normalizer_PR: Tensor) -> Tensor:
+        """The process that holds most of each row. In float64: offsets of several processes may overflow in float32."""
+        gap_PR = self._offset_gap(
+            anchor_PR.double(), offset_PR.double(), torch.zeros_like(anchor_PR[0], dtype=torch.int64)
+        )
+        return (gap_PR + normalizer_PR).argmax(0)
+
     def _offset_gap(self, anchor_PR: Tensor, offset_PR: Tensor, leader_R: Tensor) -> Tensor:
-        """offset_PR less that of the leader of each row."""
+        """offset_PR less that of the leader of each row, in the dtype of the anchors."""
         if self.form.offset_gap is None:
             return offset_PR - _of_process(offset_PR, leader_R)
-        own = [a.unsqueeze(-1) if (a := self.centres.get(i)) is not None else b for i, b in enumerate(self.arguments)]
-        of_leader = [a[leader_R] if (a := self.centres.get(i)) is not None else b for i, b in enumerate(self.arguments)]
+        own, of_leader = [], []
+        for i, argument in enumerate(self.arguments):
+            values = self.centres.get(i, argument).to(anchor_PR.dtype)
+            own.append(values.unsqueeze(-1) if i in self.centres else values)
+            of_leader.append(values[leader_R] if i in self.centres else values)
         return self.form.offset_gap(anchor_PR, own, _of_process(anchor_PR, leader_R), of_leader)
 
     def likeliest(self, best_PR: Tensor, argmax_R: Tensor) -> Tensor:

@@ -105,6 +105,9 @@ class LinearLogits(Source):
       over all tokens. It costs a part of a fourth product and a float32 buffer for the gradient of ``hidden``
       (``class_walk``).
 
+    The gradient of logits overwrites them, unless ``gradient_dtype`` says that it needs a wider dtype than they have:
+    then it has memory of its own, its products run in that dtype, and ``exact`` means ``buffered``.
+
     ``budget_classes`` is the number of classes that slabs are cut for, if another than the weight's.
     """
 
@@ -121,6 +124,7 @@ class LinearLogits(Source):
         needs_bias: bool,
         weight_gradient: str = "buffered",
         budget_classes: int | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.num_tokens, self.components, self.features = hidden_NKd.shape
         self.num_classes = weight_Vd.shape[0]
@@ -141,7 +145,11 @@ class LinearLogits(Source):
         self.chunk_tokens = max(1, -(-self.num_tokens // num_chunks))
         rows = min(self.chunk_tokens, self.num_tokens) * self.components
         is_low = weight_Vd.dtype != torch.promote_types(weight_Vd.dtype, self.sum_dtype)
-        self.walks_classes = weight_gradient == "exact" and is_low and needs_weight and num_chunks > 1
+        self.gradient_dtype = gradient_dtype or product_dtype
+        self.is_wide = self.gradient_dtype != product_dtype
+        self.walks_classes = (
+            weight_gradient == "exact" and is_low and needs_weight and num_chunks > 1 and not self.is_wide
+        )
         slab_size = rows * rounded_up(self.num_classes, self.alignment)
         if self.walks_classes:
             # A walk over the classes takes all tokens of a few classes at least.
@@ -161,6 +169,7 @@ class LinearLogits(Source):
         self.second_factor_Vd = self.weight_Vd
         self.padded_part = (0, 0)
         self.padded_parameters = (self.weight_Vd, self.weight_Vd)
+        self.gradient_slab: Tensor | None = None
         self.hidden_gradient: Tensor | None = None
         self.weight_gradient: Tensor | None = None
         self.bias_gradient: Tensor | None = None
@@ -170,6 +179,9 @@ class LinearLogits(Source):
         weight_Vd, bias_V = self.parameters
         make = torch.zeros if self.num_tokens == 0 else torch.empty
         device = weight_Vd.device
+        if self.is_wide:
+            self.gradient_slab = torch.empty(self.slab.shape, dtype=self.gradient_dtype, device=device)
+            self.second_factor_Vd = self.weight_Vd.to(self.gradient_dtype)
         if self.copies_weight:
             self.second_factor_Vd = products.by_columns(self.weight_Vd)
         if self.needs_hidden:
@@ -290,13 +302,17 @@ class LinearLogits(Source):
         return (all_NKd if is_all else all_NKd[self.first : self.last]).flatten(0, 1)
 
     def gradient_rows(self, first_row: int, logits_RV: Tensor) -> Tensor:
-        return logits_RV
+        if self.gradient_slab is None:
+            return logits_RV
+        stride = rounded_up(self.num_classes, self.alignment)
+        return self.gradient_slab[first_row * stride :].as_strided(logits_RV.shape, (stride, 1))
 
     def backpropagate(self) -> None:
         is_first = self.first == 0
+        by_logits_RV, chunk_Rd = self.gradient_rows(0, self.chunk_RV), self.chunk_Rd
         if self.hidden_gradient is not None:
-            self.add_to_hidden(self.rows_of(self.hidden_gradient), self.chunk_RV, 0, is_first=True)
+            self.add_to_hidden(self.rows_of(self.hidden_gradient), by_logits_RV, 0, is_first=True)
         if self.weight_gradient is not None:
-            self.add_to_weight(self.weight_gradient, self.chunk_RV, self.chunk_Rd, is_first=is_first)
+            self.add_to_weight(self.weight_gradient, by_logits_RV, chunk_Rd.to(self.gradient_dtype), is_first=is_first)
         if self.bias_gradient is not None:
-            self.add_to_bias(self.bias_gradient, self.chunk_RV, is_first=is_first)
+            self.add_to_bias(self.bias_gradient, by_logits_RV, is_first=is_first)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends import hugepages, reference
-from sigsoftmax.backends.chunks import LossOptions, counted
+from sigsoftmax.backends.chunks import LossOptions
 from sigsoftmax.backends.gradients import (
     empty_like_dtype,
     is_traced,
@@ -80,6 +80,7 @@ def _compute(
             needs_bias=needs_bias,
             weight_gradient=weight_gradient,
             budget_classes=None if shard is None else shard.largest,
+            gradient_dtype=reference.gradient_dtype(form_by_name(form), arguments, product_dtype),
         )
     options = LossOptions(
         label_smoothing=label_smoothing,
@@ -238,7 +239,7 @@ def _token_loss_gradients(
     if ctx.has_gradients:
         assert by_total is not None
         if ctx.needs_scale:
-            by_scale = counted(saved[0].detach(), saved[-1].detach()) * by_total
+            by_scale = reference.counted(saved[0].detach(), saved[-1].detach()) * by_total
         # Saved outputs come back as results of the op; a gradient that wants a gradient is for create_graph alone.
         stored = [None if t is None else t.detach() if t.requires_grad else t for t in saved[1:6]]
         scaled = iter(times([t for t in stored if t is not None], by_total))

@@ -186,6 +186,62 @@ def test_a_token_weight_of_0_has_a_gradient(mixture: bool, reduction: str) -> No
     assert found[0][0] != 0
 
 
+LARGEST = {torch.float32: 3.4e38, torch.float16: 6.5e4, torch.bfloat16: 3.3e38}
+
+
+@pytest.mark.usefixtures("_every_way")
+@every_dtype
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
+@pytest.mark.parametrize("label", ["softmax", "sigsoftmax", "gss(k=-1)", "gss(k=-1.5, c per class)", "relu"])
+def test_logits_near_the_largest_float(label: str, z_loss: float, smoothing: float, dtype: torch.dtype) -> None:
+    ramp = torch.linspace(-1.0, 1.0, V, dtype=torch.float64)
+    rows = [ramp, ramp.sign(), -ramp.abs(), 0.5 * ramp, torch.ones(V), -torch.ones(V), ramp.clamp(max=0.0)]
+    logits = (torch.stack([row.double() for row in rows]) * LARGEST[dtype]).to(dtype)
+    target = torch.randint(V, (len(rows),))
+    member = by_label[label].make(V)
+    moved = {key: v.to(DEVICE) if isinstance(v, Tensor) else v for key, v in member.given.items()}
+
+    def losses(z: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        leaf = z.requires_grad_()
+        loss = cross_entropy(
+            leaf,
+            target=target.to(leaf.device),
+            label_smoothing=smoothing,
+            z_loss=z_loss,
+            reduction="sum",
+            **options,
+        )
+        return loss.detach().cpu(), gradients(loss, [leaf])[0].cpu()
+
+    for row in range(len(rows)):
+        kept, target = target, target[row : row + 1]
+        exact, _ = losses(logits[row : row + 1].double(), function=member, backend="reference")
+        found, by_logits = losses(
+            logits[row : row + 1].to(DEVICE), function=member.with_parameters(**moved), backend="triton"
+        )
+        target = kept
+        assert not found.isnan()
+        assert not by_logits.isnan().any()
+        # A gap between two logits may itself be more than a float32.
+        if float(exact) < 0.4 * LARGEST[dtype]:
+            torch.testing.assert_close(found.double(), exact, rtol=8 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+def test_steep_slopes_in_float16() -> None:
+    """Gradients of relu's logits near 0 exceed float16, and those of what they are made of do not."""
+    hidden, weight = (2e-3 * torch.randn(N, D)).half(), (2e-3 * torch.randn(V, D)).half()
+    target = torch.randint(V, (N,))
+    found = []
+    for backend, device in (("triton", DEVICE), ("reference", torch.device("cpu"))):
+        leaves = [t.to(device).requires_grad_() for t in (hidden, weight)]
+        loss = sigsoftmax.linear_cross_entropy(*leaves, target.to(device), function="relu", backend=backend)
+        found.append([g.cpu() for g in gradients(loss, leaves)])
+    for a, e in zip(*found, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, e, rtol=4e-3, atol=4e-3)
+
+
 def test_a_prior_that_falls() -> None:
     z = torch.tensor([[-300.0, -1.0, 2.0], [5.0, -2e3, LEAST], [-1e30, -1e30, 1.0]], device=DEVICE)
     gss = OutputFunction("gss", k=-1.0)

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sigsoftmax.backends.blocked.any_form import FormRows, constant
+from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.blocked.logistic import LogisticRows, SigsoftmaxRows, SoftmaxRows
 from sigsoftmax.backends.interface import RowRoutines
+from sigsoftmax.backends.reference import constant
 from sigsoftmax.forms import LOGISTIC, Form
 
 

@@ -18,11 +18,6 @@ BLOCK_BYTES = 512 * 2**10
 """Intermediate results of this size are reused by the allocator; larger ones are mapped and faulted in each time."""
 
 
-def constant(argument: Tensor) -> float | None:
-    """The value of a scalar argument that is known without waiting for a device."""
-    return float(argument) if argument.ndim == 0 and argument.device.type == "cpu" else None
-
-
 def block_rows(num_classes: int, device: torch.device, block_bytes: int) -> int | None:
     return max(1, block_bytes // (4 * num_classes)) if device.type == "cpu" else None
 
@@ -37,7 +32,7 @@ class FormRows:
         self.dtype = reference.compute_dtype(logits_like.dtype)
         like = logits_like.new_empty(0, dtype=self.dtype)
         self.arguments = reference.arguments_like(like, form, [a.detach() for a in arguments])
-        self.is_increasing = form.is_increasing([constant(a) for a in arguments])
+        self.is_increasing = form.is_increasing([reference.constant(a) for a in arguments])
         self.needs_arguments = needs_arguments
         self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
         self._argument_sums = [like.new_zeros(a.shape) for a in self.arguments]
@@ -56,7 +51,7 @@ class FormRows:
             rows.offset.squeeze(-1),
             rows.normalizer.squeeze(-1),
             None if index_R is None else relative.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
-            None if dense is None else (relative * dense).sum(-1),
+            None if dense is None else rows.weighted(dense),
             relative.argmax(-1) if argmax else None,
             reference.entropy(rows.log_probs) if entropy else None,
         )

@@ -124,7 +124,8 @@ class SoftmaxRows(_FastRows):
         target = None
         if index_R is not None:
             self._z_y = z.gather(-1, index_R.unsqueeze(-1))
-            target = ((self._z_y - anchor) * self.alpha).squeeze(-1)
+            # Halved, because a gap may overflow that is a float if multiplied by a small alpha.
+            target = ((0.5 * self._z_y - 0.5 * anchor) * (2.0 * self.alpha)).squeeze(-1)
         largest = anchor.squeeze(-1)
         best = z.argmax(-1) if argmax else None
         return RowStats(largest, largest * self.alpha, p.amax(-1).log_().neg_(), target, None, best, None)
@@ -234,17 +235,18 @@ class LogisticRows(_FastRows):
         self.needs_arguments = needs_arguments
         self.alpha, self.beta, self.c = slower.arguments
         self.centre = self.c.mean()
+        # Beyond it a gap times a slope could overflow, and 0 * inf is NaN.
+        steepest = max(1.0, abs(float(self.alpha)), abs(float(self.alpha + self.beta)))
+        self.limit = torch.finfo(self.dtype).max / (8.0 * steepest)
 
     def _fast_stats(
         self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
     ) -> RowStats | None:
         z = self._in_compute_dtype(logits_RV)
         anchor = z.amax(-1, keepdim=True)
-        # Beyond a quarter of the largest float the gap z - anchor could overflow, and 0 * inf is NaN.
-        limit = torch.finfo(self.dtype).max / 4
-        if z.numel() == 0 or not bool(((anchor > self.centre) & (anchor < limit)).all()):
+        if z.numel() == 0 or not bool(((anchor > self.centre) & (anchor < self.limit)).all()):
             return None
-        if not bool(z.amin() > -limit):
+        if not bool(z.amin() > -self.limit):
             return None
         x = self._x = torch.sub(z, self.c, out=self._buffer("x", z))
         # log sigmoid(x) = min(x, 0) - log(1 + e^-|x|); the lines are those of the form's ``relative``.

@@ -300,7 +300,8 @@ def row_offset(anchor, alpha, c, IS_SIG: tl.constexpr):
 @triton.jit
 def gap_of(z, anchor, alpha, c, IS_SIG: tl.constexpr):
     """log g of a logit, less the offset of its row."""
-    gap = (z - anchor) * alpha
+    # Halved, because a gap may overflow that is a float if multiplied by a small alpha.
+    gap = (0.5 * z - 0.5 * anchor) * (2.0 * alpha)
     if IS_SIG:
         # The line left of the bend is taken from the gap, as in the form's ``relative``.
         x = z - c

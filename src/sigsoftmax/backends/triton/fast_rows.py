@@ -136,7 +136,7 @@ def rows_kernel(
             if not IS_EARLY:
                 by_n, by_s, z_scale = _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX, HAS_Z_SLOPE)
             if HAS_Z_SLOPE:
-                by_n += tl.where(z_scale == 0, 0.0, z_scale * (offset + normalizer))
+                by_n += tl.where(z_scale == 0, 0.0, z_scale * (forms.finite(offset) + normalizer))
             out_pointer = fast.row_at(out, row, out_stride)
             if IS_STREAM:
                 # After the last row of a program any will do: it is read and not used.

@@ -7,17 +7,13 @@ from typing import cast
 
 from torch import Tensor
 
+from sigsoftmax.backends.reference import constant
 from sigsoftmax.forms import Form
-
-
-def value_of(argument: Tensor) -> float | None:
-    """The value of a fixed scalar, which lives on the CPU; reading one from the device would wait for it."""
-    return float(argument) if argument.ndim == 0 and argument.device.type == "cpu" else None
 
 
 def fixed_values(arguments: Sequence[Tensor]) -> tuple[float, ...] | None:
     """The values of arguments that are all fixed scalars, else None."""
-    values = tuple(value_of(a) for a in arguments)
+    values = tuple(constant(a) for a in arguments)
     return None if None in values else cast("tuple[float, ...]", values)
 
 

@@ -77,22 +77,31 @@ def tanh(x):
 
 
 @triton.jit
-def power_of_two(alpha, beta):
-    """At most the larger slope of the logistic form and at least 1; slopes divided by it are below 2."""
-    steepest = tl.maximum(tl.maximum(tl.abs(alpha), tl.abs(alpha + beta)), 1.0)
-    return tl.exp2(tl.floor(tl.log2(steepest)))
+def finite(x):
+    """The largest float in place of what overflowed."""
+    return tl.minimum(tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
 
 
 @triton.jit
-def relative(z, anchor, alpha, beta, c, centre, FORM: tl.constexpr):
-    """phi(z) less the offset of a row that belongs to the anchor."""
+def unit_of(alpha, beta, FORM: tl.constexpr):
+    """Of :func:`scaled`; for the logistic form twice a power of two that is at least both slopes and 1."""
+    if FORM == LOGISTIC:
+        steepest = tl.maximum(tl.maximum(tl.abs(alpha), tl.abs(alpha + beta)), 1.0)
+        return 2.0 * tl.exp2(tl.ceil(tl.log2(steepest)))
+    else:
+        return 1.0
+
+
+@triton.jit
+def scaled(z, anchor, alpha, beta, c, centre, FORM: tl.constexpr):
+    """phi(z) less the offset of a row that belongs to the anchor, divided by the unit: finite for every finite z."""
     if FORM == LOGISTIC:
         x = z - c
         left = x < 0
         tail = -tl.log(1.0 + tl.exp(-tl.abs(x)))
-        scale = power_of_two(alpha, beta)
-        left_slope = (alpha + beta) / scale
-        right_slope = alpha / scale
+        unit = unit_of(alpha, beta, FORM)
+        left_slope = 2.0 * (alpha + beta) / unit
+        right_slope = 2.0 * alpha / unit
         half_anchor = 0.5 * anchor
         half_gap = 0.5 * z - half_anchor
         bent = tl.where(
@@ -102,10 +111,10 @@ def relative(z, anchor, alpha, beta, c, centre, FORM: tl.constexpr):
         )
         straight = tl.where(
             left,
-            left_slope * half_gap + (beta / scale) * (0.5 * centre - 0.5 * c),
+            left_slope * half_gap + (2.0 * beta / unit) * (0.5 * centre - 0.5 * c),
             right_slope * (0.5 * z - 0.5 * centre) - left_slope * (half_anchor - 0.5 * centre),
         )
-        return (2.0 * scale) * tl.where(anchor > centre, bent, straight) + beta * tail
+        return tl.where(anchor > centre, bent, straight) + (beta / unit) * tail
     elif FORM == RELU:
         return tl.log(tl.maximum(z, 0.0) + alpha) - tl.log(tl.maximum(anchor, 0.0) + alpha)
     else:
@@ -113,9 +122,15 @@ def relative(z, anchor, alpha, beta, c, centre, FORM: tl.constexpr):
 
 
 @triton.jit
+def relative(z, anchor, alpha, beta, c, centre, FORM: tl.constexpr):
+    """phi(z) less the offset of a row that belongs to the anchor."""
+    return unit_of(alpha, beta, FORM) * scaled(z, anchor, alpha, beta, c, centre, FORM)
+
+
+@triton.jit
 def leading(lowest, highest, alpha, beta, centre, FORM: tl.constexpr):
     """The end of a row at which phi is larger."""
-    return tl.where(relative(lowest, highest, alpha, beta, centre, centre, FORM) > 0, lowest, highest)
+    return tl.where(scaled(lowest, highest, alpha, beta, centre, centre, FORM) > 0, lowest, highest)
 
 
 @triton.jit
@@ -135,8 +150,8 @@ def offset_gap(anchor, other, alpha, beta, centre, FORM: tl.constexpr):
         # A line of slope alpha + beta left of c and of slope alpha right of it.
         left = tl.minimum(anchor, centre) - tl.minimum(other, centre)
         right = tl.maximum(anchor, centre) - tl.maximum(other, centre)
-        scale = power_of_two(alpha, beta)
-        return (2.0 * scale) * (((alpha + beta) / scale) * (0.5 * left) + (alpha / scale) * (0.5 * right))
+        unit = unit_of(alpha, beta, FORM)
+        return unit * ((2.0 * (alpha + beta) / unit) * (0.5 * left) + (2.0 * alpha / unit) * (0.5 * right))
     else:
         return relative(anchor, other, alpha, beta, centre, centre, FORM)
 
@@ -164,31 +179,30 @@ def _rough_logistic(z, c):
 
 @triton.jit
 def _line(z, anchor, normalizer, alpha, beta, c, centre, left, C_PER_CLASS: tl.constexpr):
-    """Phi less offset and normalizer without its tail, and the unit that it is in.
+    """Phi less offset and normalizer without its tail, divided by the unit.
 
     Left of c the slopes alpha and beta may cancel, so they are added first, and the line starts at c, or at the anchor
-    where that lies left too. Right of c it starts at the anchor or, where that lies left, at the centre. Halves and the
-    scale as in :func:`relative`.
+    where that lies left too. Right of c it starts at the anchor or, where that lies left, at the centre.
     """
     is_bent = anchor > centre
-    scale = power_of_two(alpha, beta)
-    left_slope = (alpha + beta) / scale
-    right_slope = alpha / scale
+    unit = unit_of(alpha, beta, LOGISTIC)
+    left_slope = 2.0 * (alpha + beta) / unit
+    right_slope = 2.0 * alpha / unit
     half_anchor = 0.5 * anchor
     half_c = 0.5 * c
     half_centre = 0.5 * centre
-    half_normalizer = normalizer * (0.5 / scale)
+    scaled_normalizer = normalizer / unit
     from_c = -right_slope * (half_anchor - half_c)
     half_z = 0.5 * z
     left_start = half_z - tl.where(is_bent, half_c, half_anchor)
     if C_PER_CLASS:
-        left_at = tl.where(is_bent, from_c, (beta / scale) * (half_centre - half_c)) - half_normalizer
+        left_at = tl.where(is_bent, from_c, (2.0 * beta / unit) * (half_centre - half_c)) - scaled_normalizer
     else:
-        left_at = tl.where(is_bent, from_c, 0.0) - half_normalizer
+        left_at = tl.where(is_bent, from_c, 0.0) - scaled_normalizer
     right_start = half_z - tl.where(is_bent, half_anchor, half_centre)
-    right_at = tl.where(is_bent, 0.0, -left_slope * (half_anchor - half_centre)) - half_normalizer
+    right_at = tl.where(is_bent, 0.0, -left_slope * (half_anchor - half_centre)) - scaled_normalizer
     # The normalizer may be as large as the line; scaled one by one they would not cancel.
-    return tl.where(left, left_slope * left_start + left_at, right_slope * right_start + right_at), 2.0 * scale
+    return tl.where(left, left_slope * left_start + left_at, right_slope * right_start + right_at)
 
 
 @triton.jit
@@ -214,21 +228,22 @@ def logistic_argument_slopes(z, anchor, c, centre, C_PER_CLASS: tl.constexpr, IS
 def value_weight_and_slope(
     z, anchor, normalizer, alpha, beta, c, centre, FORM: tl.constexpr, C_PER_CLASS: tl.constexpr, IS_ROUGH: tl.constexpr
 ):
-    """phi less offset and normalizer (-inf for a masked class), its exponential, and the slope of phi.
+    """phi less offset and normalizer, divided by the unit (-inf for a masked class); its exponential; the slope of phi.
 
     Rough: for logits of 16 bits, by what the hardware approximates.
     """
     is_kept = z != -float("inf")
     if not IS_ROUGH:
         safe_z = tl.where(is_kept, z, anchor)
-        value = relative(safe_z, anchor, alpha, beta, c, centre, FORM) - normalizer
-        weight = tl.exp(value)
+        unit = unit_of(alpha, beta, FORM)
+        value = scaled(safe_z, anchor, alpha, beta, c, centre, FORM) - normalizer / unit
+        weight = tl.exp2(value * (unit * LOG2_E))
         slope_z = slope(safe_z, alpha, beta, c, FORM)
     elif FORM == LOGISTIC:
         left, _, log_grown, fall = _rough_logistic(z, c)
-        line, unit = _line(z, anchor, normalizer, alpha, beta, c, centre, left, C_PER_CLASS)
-        # In units of log 2 a value would overflow that is none too large itself.
-        value = line * unit - (beta * LOG_2) * log_grown
+        line = _line(z, anchor, normalizer, alpha, beta, c, centre, left, C_PER_CLASS)
+        unit = unit_of(alpha, beta, FORM)
+        value = line - (beta * LOG_2 / unit) * log_grown
         weight = tl.exp2(line * (unit * LOG2_E) - beta * log_grown)
         slope_z = alpha + beta * fall
     elif FORM == RELU:

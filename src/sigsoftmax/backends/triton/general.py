@@ -100,6 +100,7 @@ def rows_kernel(
         c = argument(c_pointer, c_value, C_IS_POINTER)
         centre = c
     lanes = tl.arange(0, BLOCK)
+    unit = forms.unit_of(alpha, beta, FORM)
     IS_ROUGH: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16
     for row in range(tl.program_id(0), R, tl.num_programs(0)):
         row64 = tl.full((), 1, tl.int64) * row
@@ -135,19 +136,19 @@ def rows_kernel(
                     shift = c
                     if C_PER_CLASS:
                         shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
-                    value, weight, _ = forms.value_weight_and_slope(
+                    scaled, weight, _ = forms.value_weight_and_slope(
                         forms.widened(z), anchor, 0.0, alpha, beta, shift, centre, FORM, C_PER_CLASS, IS_ROUGH
                     )
                     sums += weight
                     if HAS_DENSE:
                         share = tl.load(dense_pointer + position, mask=position < V, other=0.0)
-                        dense_sum += tl.where(position < V, share * value, 0.0)
+                        dense_sum += tl.where(position < V, share * scaled, 0.0)
                 row_total = tl.sum(sums, 0)
                 normalizer = tl.log(row_total)
                 is_found = (row_total >= SMALLEST_SUM) & (row_total <= LARGEST_SUM)
                 if HAS_DENSE:
                     # Written again where it is not found.
-                    tl.store(dense_R + row, tl.sum(dense_sum, 0))
+                    tl.store(dense_R + row, unit * tl.sum(dense_sum, 0))
             if not is_found:
                 highest = tl.full([BLOCK], -float("inf"), tl.float32)
                 lowest = tl.full([BLOCK], float("inf"), tl.float32)
@@ -170,8 +171,9 @@ def rows_kernel(
                     shift = c
                     if C_PER_CLASS:
                         shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
-                    value = forms.relative(tl.where(is_kept, z, anchor), anchor, alpha, beta, shift, centre, FORM)
-                    value = tl.where(is_kept, value, -float("inf"))
+                    scaled = forms.scaled(tl.where(is_kept, z, anchor), anchor, alpha, beta, shift, centre, FORM)
+                    scaled = tl.where(is_kept, scaled, -float("inf"))
+                    value = unit * scaled
                     new_top = tl.maximum(top, value)
                     safe_top = tl.where(new_top == -float("inf"), 0.0, new_top)
                     shrink = tl.exp(top - safe_top)
@@ -182,14 +184,14 @@ def rows_kernel(
                     top = new_top
                     if HAS_DENSE:
                         share = tl.load(dense_pointer + position, mask=position < V, other=0.0)
-                        dense_sum += tl.where(position < V, share * value, 0.0)
+                        dense_sum += tl.where(position < V, share * scaled, 0.0)
                 row_top = tl.max(top, 0)
                 row_top = tl.where(row_top == -float("inf"), 0.0, row_top)
                 lane_scale = tl.exp(top - row_top)
                 row_total = tl.sum(total * lane_scale, 0)
                 normalizer = row_top + tl.log(row_total)
                 if HAS_DENSE:
-                    tl.store(dense_R + row, tl.sum(dense_sum, 0))
+                    tl.store(dense_R + row, unit * tl.sum(dense_sum, 0))
                 if HAS_ENTROPY:
                     tl.store(entropy_R + row, normalizer - tl.sum(weighted * lane_scale, 0) / row_total)
             row_offset = forms.offset(anchor, alpha, beta, centre, FORM)
@@ -209,7 +211,7 @@ def rows_kernel(
             by_n = tl.load(by_normalizer + row)
             if HAS_Z_SLOPE:
                 z_scale = tl.load(z_slope + row)
-                by_n += tl.where(z_scale == 0, 0.0, z_scale * (row_offset + normalizer))
+                by_n += tl.where(z_scale == 0, 0.0, z_scale * (forms.finite(row_offset) + normalizer))
             by_s = tl.full((), 0.0, tl.float32)
             if HAS_INDEX:
                 by_s = tl.load(by_target + row)

@@ -80,8 +80,9 @@ def planned_mixture_kernel(
     log_p, share = mixtures.mixed(log_prior, gap, inside, floor, HAS_FLOOR)
     loss = -log_p
     log_sum = n + tl.load(offset + row, mask=inside, other=0.0)
+    finite_sum = forms.finite(log_sum)
     if HAS_Z_LOSS:
-        loss += z_loss * tl.sum(tl.where(inside, tl.exp(log_prior) * log_sum * log_sum, 0.0), 1)
+        loss += tl.sum(tl.where(inside, z_loss * tl.exp(log_prior) * finite_sum * finite_sum, 0.0), 1)
     added = tl.where(is_kept, scale * loss, 0.0)
     tl.store(shares + token, tl.where(scale == float("inf"), float("nan"), added), mask=is_token)
     by_n = tl.where(is_kept[:, None], share * scale, 0.0)
@@ -89,7 +90,7 @@ def planned_mixture_kernel(
     by_z = priors.by_prior_logits(z, log_prior, tl.where(inside, -by_n, 0.0), alpha, beta, c, FORM)
     tl.store(by_prior + position, by_z.to(by_prior.dtype.element_ty), mask=inside)
     if HAS_Z_LOSS:
-        by_n += tl.where(is_kept[:, None], 2.0 * z_loss * log_sum * tl.exp(log_prior) * scale, 0.0)
+        by_n += tl.where(is_kept[:, None], 2.0 * z_loss * finite_sum * tl.exp(log_prior) * scale, 0.0)
     tl.store(by_normalizer + row, by_n, mask=inside)
     plan_kernels.add_up(shares, total, N, programs, BLOCK)
 
@@ -192,7 +193,7 @@ def plan_of(
         or prior_form.name not in forms.CODES
         or components > priors.MOST_COMPONENTS
         or not 0 < tokens <= plans.MOST_TOKENS
-        or not plans.has_kernels(form, arguments)
+        or not plans.has_kernels(form, arguments, product_dtype)
         or not plans.is_simple([*present, target])
         or not any(plans.needed(present))
         or target.dtype != torch.int64

@@ -18,7 +18,7 @@ from torch import Tensor
 from sigsoftmax.backends.chunks import LossOptions, TokenLosses
 from sigsoftmax.backends.interface import RowCoefficients
 from sigsoftmax.backends.sources import Source
-from sigsoftmax.backends.triton import plain, priors, ranges
+from sigsoftmax.backends.triton import forms, plain, priors, ranges
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import TritonRows
 from sigsoftmax.forms import Form
@@ -88,11 +88,12 @@ def mixture_kernel(
     loss = -floored
     if HAS_WEIGHT:
         weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
-        loss *= weight
+        loss = tl.where(weight == 0, 0.0, loss * weight)
         share *= weight[:, None]
+    finite_sum = forms.finite(log_sum)
     if HAS_Z_LOSS:
-        squares = tl.where(inside, tl.exp(prior) * log_sum * log_sum, 0.0)
-        loss += z_loss * tl.sum(squares, 1)
+        squares = tl.where(inside, z_loss * tl.exp(prior) * finite_sum * finite_sum, 0.0)
+        loss += tl.sum(squares, 1)
     tl.store(losses + token, tl.where(is_kept, loss, 0.0), mask=is_token)
     if HAS_GRADIENT:
         token_scale = tl.load(scale + token, mask=is_token, other=0.0)[:, None]
@@ -101,7 +102,7 @@ def mixture_kernel(
         tl.store(by_target + position, -by_n, mask=inside)
         tl.store(by_prior + position, -by_n, mask=inside)
         if HAS_Z_LOSS:
-            by_n += tl.where(is_used, 2.0 * z_loss * log_sum * tl.exp(prior) * token_scale, 0.0)
+            by_n += tl.where(is_used, 2.0 * z_loss * finite_sum * tl.exp(prior) * token_scale, 0.0)
         tl.store(by_normalizer + position, by_n, mask=inside)
 
 

@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sigsoftmax.backends.chunks import LossOptions, TokenLosses, scaled
+from sigsoftmax.backends.chunks import LossOptions, TokenLosses
 from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import RowCoefficients
+from sigsoftmax.backends.reference import finite, scaled
 from sigsoftmax.backends.sources import LinearLogits, Source
-from sigsoftmax.backends.triton import ranges
+from sigsoftmax.backends.triton import forms, ranges
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import TritonRows
 
@@ -118,9 +119,11 @@ def after_kernel(
         tl.store(log_normalizer + position, log_sum, mask=inside)
         loss = n - tl.load(at_target + position, mask=inside, other=0.0)
         if HAS_WEIGHT:
-            loss *= tl.load(class_weight + y, mask=is_kept, other=0.0)
+            weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
+            loss = tl.where(weight == 0, 0.0, loss * weight)
         if HAS_Z_LOSS:
-            loss += z_loss * log_sum * log_sum
+            finite_sum = forms.finite(log_sum)
+            loss += z_loss * finite_sum * finite_sum
         loss = tl.where(is_kept, loss, 0.0)
         tl.store(losses + position, loss, mask=inside)
         token_scale = tl.load(scale + position, mask=inside, other=0.0)
@@ -260,7 +263,7 @@ def plain_loss(
     _, offset, normalizer, at_target = stats_6N[:4]
     if walk is not None:
         if options.z_loss:
-            by_normalizer = by_normalizer + scaled(offset + normalizer, setup.z_slope)
+            by_normalizer = by_normalizer + scaled(finite(offset) + normalizer, setup.z_slope)
         ranges.write_gradients(routines, walk, stats_6N, RowCoefficients(by_normalizer, by_target, None, None), index_N)
     total = torch.empty((), dtype=torch.float32, device=device)
     launch(

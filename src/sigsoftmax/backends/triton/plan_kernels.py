@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton import fast, fast_rows, smoothing, stream
+from sigsoftmax.backends.triton import fast, fast_rows, forms, smoothing, stream
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def add_up(shares, total, N, programs, BLOCK: tl.constexpr):
 def _z_loss(row_sum, anchor, scale, z_loss, alpha, c, IS_SIG: tl.constexpr, HAS_Z_LOSS: tl.constexpr):
     """What the z-loss of a row is, and what multiplies its normaliser in all."""
     if HAS_Z_LOSS:
-        log_sum = fast.row_offset(anchor, alpha, c, IS_SIG) + tl.log(row_sum)
+        log_sum = forms.finite(fast.row_offset(anchor, alpha, c, IS_SIG)) + tl.log(row_sum)
         return z_loss * log_sum * log_sum, scale + 2.0 * z_loss * scale * log_sum
     else:
         return 0.0, scale
@@ -103,7 +103,7 @@ def loss_kernel(
             row_sum, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
         gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
         if IS_SMOOTH:
-            gap = (1.0 - label_smoothing) * gap + label_smoothing / classes * gaps
+            gap = (1.0 - label_smoothing) * gap + (label_smoothing * smoothing.unit_of(alpha, IS_SIG)) * gaps
         z_part, by_n = _z_loss(row_sum, anchor, scale, z_loss, alpha, c, IS_SIG, HAS_Z_LOSS)
         tl.store(shares + row, _share(tl.log(row_sum) - gap + z_part, scale, is_kept))
         out_pointer = fast.row_at(out, row, V)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends import products, sources
+from sigsoftmax.backends import products, reference, sources
 from sigsoftmax.backends.gradients import is_traced, keeps_graph, not_differentiable_again, times
 from sigsoftmax.backends.sources import LinearLogits
 from sigsoftmax.backends.triton import plan_kernels, stream
@@ -162,10 +162,11 @@ def scaling_of(tensors: Sequence[Tensor | None]) -> Scaling:
     return Scaling([tensor.numel() for tensor in wanted], wanted[0].device)
 
 
-def has_kernels(form: Form, arguments: Sequence[Tensor]) -> bool:
-    """For this output function."""
+def has_kernels(form: Form, arguments: Sequence[Tensor], product_dtype: torch.dtype) -> bool:
+    """For this output function, and gradients in place of logits of this dtype."""
     values = fixed_values(arguments)
-    return values is not None and (is_softmax(form, values) or is_sigsoftmax(form, values))
+    is_known = values is not None and (is_softmax(form, values) or is_sigsoftmax(form, values))
+    return is_known and reference.gradient_dtype(form, arguments, product_dtype) == product_dtype
 
 
 def _most_tokens(row_bytes: int, programs: int) -> int:
@@ -200,7 +201,7 @@ def plan_of(
     alignment = 1 if weight is None else sources.row_alignment(input.device)
     width = products.rounded_up(classes, alignment)
     if (
-        not has_kernels(form, arguments)
+        not has_kernels(form, arguments, product_dtype)
         or not is_simple([*present, target])
         or not any(needed(present))
         or target.dtype != torch.int64

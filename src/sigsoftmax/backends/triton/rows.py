@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
+from sigsoftmax.backends.reference import constant, finite, scaled
 from sigsoftmax.backends.triton import fast_rows, forms, general, stream
-from sigsoftmax.backends.triton.fixed import is_sigsoftmax, is_softmax, value_of
+from sigsoftmax.backends.triton.fixed import is_sigsoftmax, is_softmax
 from sigsoftmax.backends.triton.launches import Launch, launch
 from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors, stagger
 from sigsoftmax.forms import Form
@@ -50,7 +51,7 @@ class TritonRows:
         self.device = logits_like.device
         self.needs_arguments = needs_arguments
         self.arguments = [a.detach() if a.requires_grad else a for a in arguments]
-        self.values = [value_of(a) for a in self.arguments]
+        self.values = [constant(a) for a in self.arguments]
         self.pointers = [
             None if v is not None else a.to(self.device).contiguous()
             for a, v in zip(self.arguments, self.values, strict=True)
@@ -310,7 +311,7 @@ class TritonRows:
             self._launch_general(logits_RV, index_R, dense, stats, None, None, None, True, 0)
             assert coefficients is not None
             if z_slope_R is not None:
-                slope = torch.where(z_slope_R == 0, 0.0, z_slope_R * (stats.offset + stats.normalizer))
+                slope = scaled(finite(stats.offset) + stats.normalizer, z_slope_R)
                 coefficients = coefficients._replace(normalizer=coefficients.normalizer + slope)
                 z_slope_R = None
             measure = False

@@ -16,8 +16,14 @@ from sigsoftmax.backends.triton import fast, forms
 
 
 @triton.jit
+def unit_of(alpha, IS_SIG: tl.constexpr):
+    beta: tl.constexpr = 1.0 if IS_SIG else 0.0
+    return forms.unit_of(alpha, beta, forms.LOGISTIC)
+
+
+@triton.jit
 def _tile(pointer, anchor, normalizer, alpha, c, start, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """Whether each of a tile is a class, and of its phi the value, the weight and the slope."""
+    """Whether each of a tile is a class, and of its phi the scaled value, the weight and the slope."""
     IS_ROUGH: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth == 16
     beta: tl.constexpr = 1.0 if IS_SIG else 0.0
     position = start + tl.arange(0, LANES)
@@ -29,12 +35,14 @@ def _tile(pointer, anchor, normalizer, alpha, c, start, classes, IS_SIG: tl.cons
 
 
 @triton.jit
-def _sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """log g of all classes, less the offset of the row."""
+def _mean_gap(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """The mean of log g over all classes, less the offset of the row and divided by the unit."""
     sums = tl.zeros([LANES], tl.float32)
+    # Divided before they are added: the sum of large gaps may overflow.
+    share = 1.0 / classes
     for start in range(0, classes, LANES):
         is_class, value, _, _ = _tile(pointer, anchor, 0.0, alpha, c, start, classes, IS_SIG, LANES)
-        sums += tl.where(is_class, value, 0.0)
+        sums += tl.where(is_class, value * share, 0.0)
     return tl.sum(sums, 0)
 
 
@@ -49,7 +57,7 @@ def _gap(z, d, scale, IS_SIG: tl.constexpr):
 
 @triton.jit
 def _sums(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """(sum g / e^offset, log g of all classes less the offset) of an easy row."""
+    """(sum g / e^offset, the mean of log g less the offset and divided by the unit) of an easy row."""
     scale = alpha * forms.LOG2_E
     shift, residual = fast.shift_of(anchor, scale)
     grown = tl.exp2(residual)
@@ -74,12 +82,12 @@ def _sums(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.co
         total += u * (u * forms.reciprocal(u + b)) if IS_SIG else u
         gaps += tl.where(is_class, _gap(forms.widened(tile), u + b, scale, IS_SIG), 0.0)
     gap = tl.sum(gaps, 0) - classes * (2.0 * shift + residual if IS_SIG else shift + residual)
-    return tl.sum(total, 0) / grown, gap * forms.LOG_2
+    return tl.sum(total, 0) / grown, gap * forms.LOG_2 / (classes * unit_of(alpha, IS_SIG))
 
 
 @triton.jit
 def measured(pointer, first, alpha, c, V, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """(sum g / e^offset, anchor, log g of all classes less the offset) of a row and its first tile."""
+    """(sum g / e^offset, anchor, the mean of log g less the offset and divided by the unit) of a row."""
     IS_ROUGH: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth == 16
     # Registers of so many threads would not do for more.
     TILE: tl.constexpr = LANES // 2 if IS_SIG and LANES > 4096 else LANES
@@ -89,13 +97,14 @@ def measured(pointer, first, alpha, c, V, classes, IS_SIG: tl.constexpr, LANES: 
         gaps = anchor * 0.0
         if fast.is_easy_row(anchor, alpha * forms.LOG2_E, c, IS_SIG):
             total, gaps = _sums(pointer, anchor, alpha, c, classes, IS_SIG, TILE)
-        if not fast.is_good_sum(total):
+        # Of an infinite sum of gaps the mean may be finite; of a masked class it is not.
+        if (not fast.is_good_sum(total)) | (tl.abs(gaps) == float("inf")):
             anchor = fast.anchor_at(fast.largest(pointer, V, LANES))
             total = fast.hard_sum(pointer, anchor, alpha, c, V, IS_SIG, LANES)
-            gaps = _sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
+            gaps = _mean_gap(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
     else:
         total, anchor = fast.measured_from_the_largest(pointer, alpha, c, V, IS_SIG, LANES)
-        gaps = _sum_of_gaps(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
+        gaps = _mean_gap(pointer, anchor, alpha, c, classes, IS_SIG, LANES)
     return total, anchor, gaps
 
 
