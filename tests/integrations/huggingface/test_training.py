@@ -201,7 +201,7 @@ def test_labels_that_are_shifted_already():
         )
 
 
-def test_a_loss_function_of_the_user_gets_logits():
+def test_a_loss_function_of_the_user_gets_the_logits_that_the_model_returns():
     model = apply_output_function(tiny(), "sigsoftmax").train()
     plain = remove_output_function(copy.deepcopy(model))
     seen = {}
@@ -212,8 +212,9 @@ def test_a_loss_function_of_the_user_gets_logits():
 
     model.loss_function = own_loss
     output = model(tokens(), labels=tokens())
-    torch.testing.assert_close(output.loss, plain(tokens()).logits.mean())
+    torch.testing.assert_close(output.loss, phi(plain(tokens()).logits).mean())
     torch.testing.assert_close(output.logits, phi(plain(tokens()).logits))
+    torch.testing.assert_close(seen["logits"], output.logits)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])

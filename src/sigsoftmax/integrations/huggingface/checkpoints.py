@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sigsoftmax.integrations.huggingface import receipts
 from sigsoftmax.integrations.huggingface.examination import output_layer
 from sigsoftmax.integrations.huggingface.head_function import LogitAdjustment
 
@@ -152,6 +153,7 @@ def names_of_output_weight(model: nn.Module) -> list[str]:
 
 def save(model: Any, save_own: Callable[..., Any], directory: Any, *arguments: Any, **options: Any) -> Any:
     """``save_pretrained`` of a patched model; ``save_own`` is that of its own class."""
+    receipts.refuse_to_save(model)
     remember(model)
     is_adapter = getattr(model, "_hf_peft_config_loaded", False)
     if model.output_function.is_plain_softmax or is_adapter:

@@ -18,7 +18,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from sigsoftmax.integrations.huggingface import adapters, checkpoints
+from sigsoftmax.family import OutputFunction
+from sigsoftmax.integrations.huggingface import adapters, checkpoints, receipts
 from sigsoftmax.integrations.huggingface.causal_loss import (
     Count,
     LossOptions,
@@ -28,7 +29,8 @@ from sigsoftmax.integrations.huggingface.causal_loss import (
     targets,
 )
 from sigsoftmax.integrations.huggingface.examination import Examined, linear_layer, output_layer
-from sigsoftmax.integrations.huggingface.head_function import HeadFunction
+from sigsoftmax.integrations.huggingface.head_function import HeadFunction, transformed
+from sigsoftmax.integrations.huggingface.known_libraries import FusedHead
 from sigsoftmax.integrations.huggingface.logits_processor import OutputFunctionLogitsProcessor
 
 
@@ -70,6 +72,15 @@ class PatchedModel:
     examined: Examined
     waiting_loss: _Waiting | None = None
     scores: Scores | None = None
+    fused_head: FusedHead | None = None
+    """What TRL asked for when it gave the model a fused output layer."""
+    has_receipt: bool = False
+    """Whether the call that ran last went through the output function (``receipts``)."""
+    has_loss_of_function: bool = False
+    """Whether the model's own forward pass took its loss from :attr:`loss_function`."""
+    is_in_forward: bool = False
+    trained_past: str | None = None
+    """What the last training step went through, if that left no receipt."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         """A model from a configuration that remembers its output function, as loading makes it."""
@@ -84,7 +95,7 @@ class PatchedModel:
     def loss_function(self) -> Any:
         """The loss of this output function, unless one was set."""
         own = getattr(self, "_loss_function", None)
-        return self.loss_of_output_function if own is None else own
+        return self.loss_of_output_function if own is None else functools.partial(self.loss_of_user, own)
 
     @loss_function.setter
     def loss_function(self, value: Any) -> None:
@@ -94,9 +105,12 @@ class PatchedModel:
         self, logits: Tensor, labels: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor:
         """What the model calls with its logits; these have no rows if the loss was computed in their place."""
+        self.has_loss_of_function = True
         if self.waiting_loss is None:
             request = self.loss_request(labels, **options)
-            loss = loss_of_logits(logits, request, self.output_function.function, self.loss_options)
+            # Whoever calls this from outside holds what the model returned, which is phi already.
+            function = self.output_function.function if self.is_in_forward else OutputFunction("softmax")
+            loss = loss_of_logits(logits, request, function, self.loss_options)
         else:
             assert self.waiting_loss.loss is not None
             loss = self.waiting_loss.loss
@@ -104,6 +118,19 @@ class PatchedModel:
             return loss
         self.scores.losses_BL = loss
         return loss.sum()
+
+    def loss_of_user(self, loss: Callable[..., Tensor], logits: Tensor, *rest: Any, **options: Any) -> Tensor:
+        """A loss that somebody set: its softmax is right if it sees phi, as everybody does outside."""
+        self.has_loss_of_function = True
+        # Not in place: the model returns its logits afterwards, and they are transformed then.
+        is_raw = self.is_in_forward and not self.output_function.is_plain_softmax
+        return loss(transformed(logits, self.output_function.function) if is_raw else logits, *rest, **options)
+
+    @property
+    def needs_receipts(self) -> bool:
+        """Whether a loss of plain softmax would be another one than this model's."""
+        options = self.loss_options
+        return not self.output_function.is_plain_softmax or options.z_loss > 0.0 or options.label_smoothing > 0.0
 
     def loss_request(
         self,
@@ -127,6 +154,12 @@ class PatchedModel:
         adjustment = self.examined.adjustment
         function = self.output_function.of_raw_logits(adjustment)
         return loss_of_hidden(hidden_BLd, layer, adjustment.scale, request, function, self.loss_options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            receipts.assign(self, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def peft_config(self) -> Any:
@@ -182,6 +215,9 @@ def patched_class(own: Any) -> Any:
 
     @functools.wraps(own.forward)
     def patched_forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        if not is_patched(self):
+            # The patch was removed, and somebody kept this method.
+            return own.forward(self, *arguments, **options)
         labels = options.get("labels")
         if labels is None and len(arguments) > labels_position:
             labels = arguments[labels_position]
@@ -189,15 +225,20 @@ def patched_class(own: Any) -> Any:
         wants_tuple = not (getattr(self.config, "return_dict", True) if asked is None else asked)
         layer = _layer_of_waiting_loss(self, needed=labels is not None and not wants_tuple)
         if layer is None:
-            output = own.forward(self, *arguments, return_dict=True, **options)
+            output = _own_output(self, own, arguments, options)
             output["logits"] = self.output_function(output["logits"])
         else:
             request = self.loss_request(**{**options, "labels": labels})
             with _waiting_loss(self, layer, request):
-                output = own.forward(self, *arguments, return_dict=True, **options)
+                output = _own_output(self, own, arguments, options)
             # No logits rather than none of their rows: whoever needs them should hear of it at once.
             output = type(output)(**{key: value for key, value in output.items() if key != "logits"})
+        receipts.leave(self)
         return output.to_tuple() if wants_tuple else output
+
+    # The signature without `__wrapped__`: accelerate follows that when it takes its wrappers off, past this function.
+    del patched_forward.__wrapped__
+    patched_forward.__signature__ = inspect.signature(own.forward)  # type: ignore[attr-defined]
 
     attributes = {
         "forward": patched_forward,
@@ -207,7 +248,21 @@ def patched_class(own: Any) -> Any:
         # A shift or an exponent keeps its digits when a model is loaded in half precision.
         "_keep_in_fp32_modules_strict": {*(own._keep_in_fp32_modules_strict or ()), "output_function"},
     }
-    return type(own.__name__, (PatchedModel, own), attributes)
+    return receipts.metaclass_for(type(own))(own.__name__, (PatchedModel, own), attributes)
+
+
+def _own_output(model: Any, own: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What the forward pass of the model's own class returns; a loss in it must have come from ``loss_function``."""
+    model.has_loss_of_function = False
+    model.is_in_forward = True
+    try:
+        output = own.forward(model, *arguments, return_dict=True, **options)
+    finally:
+        model.is_in_forward = False
+    if output.get("loss") is not None and not model.has_loss_of_function:
+        # Somebody replaced the forward pass of that class.
+        receipts.check_result(model, own.forward, output)
+    return output
 
 
 def _layer_of_waiting_loss(model: Any, *, needed: bool) -> nn.Linear | None:
@@ -269,12 +324,15 @@ def attach(model: Any, function: HeadFunction, examined: Examined, options: Loss
     layer = linear_layer(output_layer(model))
     if layer is not None:
         layer.register_forward_pre_hook(HandOver())
+    if "forward" in model.__dict__:
+        receipts.keep_checked(model, model.__dict__["forward"])
     checkpoints.read_guarded_checkpoints(model)
     model.register_state_dict_pre_hook(_guard_adapters)
 
 
 def detach(model: Any) -> None:
     """Undo :func:`attach`."""
+    receipts.release(model)
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, HandOver):
@@ -284,11 +342,12 @@ def detach(model: Any) -> None:
         if hook is _guard_adapters:
             del model._state_dict_pre_hooks[key]
     del model.output_function
-    for name in ("loss_options", "examined", "waiting_loss", "scores", "warned_of_stored_logits"):
+    for name in (*PatchedModel.__annotations__, "warned_of_stored_logits"):
         model.__dict__.pop(name, None)
 
 
 def _guard_adapters(model: Any, prefix: str, keep_vars: bool) -> None:
     """An adapter that was added later is guarded when it is stored, since PEFT then asks for the state dict."""
     if "adapter_configs" in model.__dict__:
+        receipts.refuse_to_save(model)
         model.peft_config = model.peft_config
