@@ -82,6 +82,17 @@ class LossRequest:
         return loss / (self.count.to(loss.device) if isinstance(self.count, Tensor) else self.count)
 
 
+def linear_operands(hidden_BLd: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden vectors, weight and bias of a product whose logits are never stored; sharded parameters are gathered."""
+    weight_Vd, bias_V = _whole(layer.weight), _whole(layer.bias)
+    if weight_Vd.numel() == 0:
+        raise ValueError(
+            "the weight of the output layer is not there when the loss needs it (DeepSpeed ZeRO-3 may do that); use "
+            "ZeRO-2 or FSDP, or pass logits_with_labels='always' to apply_output_function"
+        )
+    return hidden_BLd, weight_Vd, bias_V
+
+
 def loss_of_hidden(
     hidden_BLd: Tensor, layer: nn.Linear, scale: float, request: LossRequest, function: Function, options: LossOptions
 ) -> Tensor:
@@ -92,16 +103,11 @@ def loss_of_hidden(
             f"labels have the shape {tuple(targets_BL.shape)}, but the output layer got vectors for "
             f"{tuple(hidden_BLd.shape[:-1])} tokens; leave logits_to_keep out when you pass labels"
         )
-    weight_Vd, bias_V = _whole(layer.weight), _whole(layer.bias)
-    if weight_Vd.numel() == 0:
-        raise ValueError(
-            "the weight of the output layer is not there when the loss needs it (DeepSpeed ZeRO-3 may do that); use "
-            "ZeRO-2 or FSDP, or pass logits_with_labels='always' to apply_output_function"
-        )
+    hidden_BLd, weight_Vd, bias_V = linear_operands(hidden_BLd, layer)
     if scale != 1.0:
         hidden_BLd, bias_V = hidden_BLd * scale, None if bias_V is None else bias_V * scale
     z_loss, label_smoothing = options.regularised(is_training=request.is_training)
-    with _float32_result(hidden_BLd):
+    with float32_result(hidden_BLd):
         loss = functional.linear_cross_entropy(
             hidden_BLd,
             weight_Vd,
@@ -122,7 +128,7 @@ def loss_of_hidden(
 def loss_of_logits(logits_BLV: Tensor, request: LossRequest, function: Function, options: LossOptions) -> Tensor:
     """The loss of logits that are stored anyway."""
     z_loss, label_smoothing = options.regularised(is_training=request.is_training)
-    with _float32_result(logits_BLV):
+    with float32_result(logits_BLV):
         loss = functional.cross_entropy(
             logits_BLV,
             request.targets_BL.to(logits_BLV.device),
@@ -137,7 +143,7 @@ def loss_of_logits(logits_BLV: Tensor, request: LossRequest, function: Function,
     return request.divided(loss)
 
 
-def _float32_result(tensor: Tensor) -> AbstractContextManager[Any]:
+def float32_result(tensor: Tensor) -> AbstractContextManager[Any]:
     """Under autocast a loss is returned in float32; a sum over a batch in half precision would be of little use."""
     kind = tensor.device.type
     if tensor.dtype not in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(kind):

@@ -168,18 +168,42 @@ def capped(member: OutputFunction, cap: float) -> OutputFunction:
     return OutputFunction(name, cap=cap, **member.parameters)
 
 
+def tempered(member: OutputFunction, temperature: float) -> OutputFunction:
+    """The member whose phi is divided by a temperature, as one function, so that the linear loss can use it."""
+    if temperature <= 0.0:
+        raise ValueError(f"temperature must be greater than 0, got {temperature}")
+    if temperature == 1.0:
+        return member
+    alpha = member.parameters.get("alpha")
+    if member.name == "softmax" and isinstance(alpha, float):
+        return OutputFunction("softmax", alpha=alpha / temperature)
+    name = f"{member.name}_at_temperature"
+    if name not in family.names():
+        definition = member.definition
+        family.register_function(
+            name,
+            lambda z, t, *values: definition.form.phi(z, *_arguments(definition, z, values)) / t,
+            lambda z, t, *values: definition.form.slope(z, *_arguments(definition, z, values)) / t,
+            parameters={"temperature": 1.0, **{key: spec.default for key, spec in definition.parameters.items()}},
+            formula=f"{member.name} divided by a temperature",
+        )
+    return OutputFunction(name, temperature=temperature, **member.parameters)
+
+
+def _arguments(definition: Any, z: Tensor, values: tuple[Tensor, ...]) -> list[Tensor]:
+    """The arguments of a member's form, of the values of its parameters."""
+    made = definition.arguments(**dict(zip(definition.parameters, values, strict=True)))
+    return [torch.as_tensor(argument, dtype=z.dtype, device=z.device) for argument in made]
+
+
 def _register_capped(name: str, member: OutputFunction) -> None:
     definition, softcap = member.definition, family.form_by_name("softcap")
 
-    def arguments(z: Tensor, values: tuple[Tensor, ...]) -> list[Tensor]:
-        made = definition.arguments(**dict(zip(definition.parameters, values, strict=True)))
-        return [torch.as_tensor(argument, dtype=z.dtype, device=z.device) for argument in made]
-
     def phi(z: Tensor, cap: Tensor, *values: Tensor) -> Tensor:
-        return definition.form.phi(softcap.phi(z, cap), *arguments(z, values))
+        return definition.form.phi(softcap.phi(z, cap), *_arguments(definition, z, values))
 
     def slope(z: Tensor, cap: Tensor, *values: Tensor) -> Tensor:
-        return definition.form.slope(softcap.phi(z, cap), *arguments(z, values)) * softcap.slope(z, cap)
+        return definition.form.slope(softcap.phi(z, cap), *_arguments(definition, z, values)) * softcap.slope(z, cap)
 
     defaults = {key: spec.default for key, spec in definition.parameters.items()}
     family.register_function(

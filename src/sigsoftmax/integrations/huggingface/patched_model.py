@@ -19,7 +19,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.integrations.huggingface import adapters, checkpoints, receipts
+from sigsoftmax.integrations.huggingface import adapters, checkpoints, fused_head, known_libraries, receipts
 from sigsoftmax.integrations.huggingface.causal_loss import (
     Count,
     LossOptions,
@@ -38,7 +38,9 @@ from sigsoftmax.integrations.huggingface.logits_processor import OutputFunctionL
 class _Waiting:
     """A loss that waits for the input of the output layer."""
 
-    compute: Callable[[nn.Linear, Tensor], Tensor]
+    of_hidden: Callable[[nn.Linear, Tensor], Tensor]
+    of_logits: Callable[[Tensor], Tensor] | None = None
+    """What computes it of phi of the logits, if the output layer is one that has to run."""
     loss: Tensor | None = None
 
 
@@ -60,7 +62,7 @@ class HandOver:
         waiting = getattr(layer, "waiting_loss", None)
         if waiting is None:
             return None
-        waiting.loss = waiting.compute(layer, arguments[0])
+        waiting.loss = waiting.of_hidden(layer, arguments[0])
         return (arguments[0][..., :0, :], *arguments[1:])
 
 
@@ -111,8 +113,10 @@ class PatchedModel:
             # Whoever calls this from outside holds what the model returned, which is phi already.
             function = self.output_function.function if self.is_in_forward else OutputFunction("softmax")
             loss = loss_of_logits(logits, request, function, self.loss_options)
+        elif self.waiting_loss.loss is None:
+            assert self.waiting_loss.of_logits is not None
+            loss = self.waiting_loss.of_logits(transformed(logits, self.output_function.function))
         else:
-            assert self.waiting_loss.loss is not None
             loss = self.waiting_loss.loss
         if self.scores is None:
             return loss
@@ -218,6 +222,8 @@ def patched_class(own: Any) -> Any:
         if not is_patched(self):
             # The patch was removed, and somebody kept this method.
             return own.forward(self, *arguments, **options)
+        if options.pop("fused_lm_head", False):
+            return _fused_output(self, own, arguments, options)
         labels = options.get("labels")
         if labels is None and len(arguments) > labels_position:
             labels = arguments[labels_position]
@@ -229,7 +235,8 @@ def patched_class(own: Any) -> Any:
             output["logits"] = self.output_function(output["logits"])
         else:
             request = self.loss_request(**{**options, "labels": labels})
-            with _waiting_loss(self, layer, request):
+            waiting = _Waiting(functools.partial(self.loss_at_output_layer, request))
+            with _waiting_loss(self, layer, waiting):
                 output = _own_output(self, own, arguments, options)
             # No logits rather than none of their rows: whoever needs them should hear of it at once.
             output = type(output)(**{key: value for key, value in output.items() if key != "logits"})
@@ -248,7 +255,27 @@ def patched_class(own: Any) -> Any:
         # A shift or an exponent keeps its digits when a model is loaded in half precision.
         "_keep_in_fp32_modules_strict": {*(own._keep_in_fp32_modules_strict or ()), "output_function"},
     }
-    return receipts.metaclass_for(type(own))(own.__name__, (PatchedModel, own), attributes)
+    kind: Any = type(own)
+    return receipts.metaclass_for(kind)(own.__name__, (PatchedModel, own), attributes)
+
+
+def _fused_output(model: Any, own: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What TRL asks for with ``fused_lm_head=True``; see ``fused_head``."""
+    labels, shift_labels = options.pop("labels", None), options.pop("shift_labels", None)
+    count = options.pop("num_items_in_batch", None)
+    request = fused_head.request(model, model.examined.adjustment, labels, shift_labels, count)
+    # Whatever the options say about logits: nobody gets any here.
+    layer = _layer_that_hands_over(model) if model.examined.why_stored is None else None
+    with _waiting_loss(model, layer, _Waiting(request.of_hidden, request.of_logits)), _without_loss_of_user(model):
+        options = {**options, "use_cache": False, "labels": shift_labels if labels is None else labels}
+        output = _own_output(model, own, arguments, options)
+    if request.statistics is None:
+        raise RuntimeError(
+            f"{receipts.described(own.forward)} computed a loss without its output layer and without "
+            f"model.loss_function, so nothing is known of single tokens. {known_libraries.remedy(own.forward)}"
+        )
+    receipts.leave(model)
+    return fused_head.answer(request, output, is_shifted=shift_labels is not None)
 
 
 def _own_output(model: Any, own: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -271,6 +298,10 @@ def _layer_of_waiting_loss(model: Any, *, needed: bool) -> nn.Linear | None:
         return None
     if model.loss_options.keep_logits(is_training=model.training):
         return None
+    return _layer_that_hands_over(model)
+
+
+def _layer_that_hands_over(model: Any) -> nn.Linear | None:
     layer = linear_layer(output_layer(model))
     if layer is None:
         warn_of_stored_logits(model, "its output layer was replaced by something other than a plain linear map")
@@ -280,13 +311,27 @@ def _layer_of_waiting_loss(model: Any, *, needed: bool) -> nn.Linear | None:
 
 
 @contextmanager
-def _waiting_loss(model: Any, layer: Any, request: LossRequest) -> Iterator[None]:
-    compute = functools.partial(model.loss_at_output_layer, request)
-    model.waiting_loss = layer.waiting_loss = _Waiting(compute)
+def _waiting_loss(model: Any, layer: Any, waiting: _Waiting) -> Iterator[None]:
+    """``layer`` None: the loss waits for logits, not for the input of the output layer."""
+    model.waiting_loss = waiting
+    if layer is not None:
+        layer.waiting_loss = waiting
     try:
         yield
     finally:
-        model.waiting_loss = layer.waiting_loss = None
+        model.waiting_loss = None
+        if layer is not None:
+            layer.waiting_loss = None
+
+
+@contextmanager
+def _without_loss_of_user(model: Any) -> Iterator[None]:
+    own_loss = model.__dict__.pop("_loss_function", None)
+    try:
+        yield
+    finally:
+        if own_loss is not None:
+            model.loss_function = own_loss
 
 
 def _has_hook(layer: nn.Module) -> bool:

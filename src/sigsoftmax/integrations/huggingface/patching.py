@@ -5,6 +5,7 @@ A patched model is the same object, of a class that stands between it and its ow
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import warnings
 from typing import Any, TypeVar
@@ -99,13 +100,15 @@ def patch(
     """Patch without a word about step zero."""
     examined = model.examined if is_patched(model) else examine(model)
     function = HeadFunction(member, examined.num_classes, frozen=frozen)
+    head = model.fused_head if is_patched(model) else None
     if is_patched(model):
-        remove_output_function(model)
+        _remove(model)
     before = probe_logits(model)
     configs = model.__dict__.pop("peft_config", None)
     own: Any = type(model)
     _change_class(model, patched_class(own))
     attach(model, function.to(output_layer(model).weight.device), examined, options or LossOptions())
+    model.fused_head = head
     if configs is not None:
         model.peft_config = configs
     checkpoints.remember(model)
@@ -132,6 +135,17 @@ def remove_output_function(model: Model) -> Model:
     inner: Any = language_model(model)
     if not is_patched(inner):
         raise ValueError(f"{type(inner).__name__} has no output function to remove; it was not patched")
+    head = inner.fused_head
+    _remove(inner)
+    if head is not None:
+        # TRL's trainer goes on to call the model with fused_lm_head=True.
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(inner, **dataclasses.asdict(head))
+    return model
+
+
+def _remove(inner: Any) -> None:
     own: Any = own_class(inner)
     if type(inner) is not patched_class(own):
         raise ValueError(
@@ -145,7 +159,6 @@ def remove_output_function(model: Model) -> Model:
     _change_class(inner, own)
     if configs is not None:
         inner.peft_config = configs
-    return model
 
 
 def _change_class(model: Any, to: Any) -> None:
