@@ -217,7 +217,7 @@ def test_regularisers_that_could_not_act_are_refused(option):
 
 def test_the_keyword_without_a_head_is_refused():
     model = apply_output_function(tiny(), "sigsoftmax")
-    with pytest.raises(ValueError, match="call trl.trainer.utils.add_fused_lm_head"):
+    with pytest.raises(ValueError, match=r"call trl\.trainer\.utils\.add_fused_lm_head"):
         model(input_ids=tokens(), labels=tokens(), fused_lm_head=True)
 
 

@@ -113,11 +113,19 @@ def remember(model: Any) -> None:
 def rename(model: Any) -> None:
     """Give a patched model a name of which nobody can load its unpatched twin.
 
-    Adapters remember the name of the model they belong to, and whoever loads them loads that model.
+    Adapters remember the name of the model they belong to, and whoever loads them loads that model. A trainer that
+    wants a reference model loads the one that the configuration names.
     """
-    model.name_before_patch = model.name_or_path
+    model.name_before_patch = (model.name_or_path, model.config.name_or_path)
     if not model.output_function.is_plain_softmax:
-        model.name_or_path = patched_name(model.output_function.described(), model.name_or_path)
+        function = model.output_function.described()
+        model.name_or_path = patched_name(function, model.name_or_path)
+        model.config.name_or_path = patched_name(function, model.config.name_or_path)
+
+
+def own_name(model: Any) -> str:
+    """The name under which the weights of a model were loaded, patched or not; empty if they were not."""
+    return str(model.__dict__.get("name_before_patch", (None, model.config.name_or_path))[1] or "")
 
 
 def patched_name(function: str, name: str) -> str:
@@ -136,7 +144,7 @@ def forget(model: Any) -> None:
     if hasattr(model.config, KEY):
         delattr(model.config, KEY)
     if "name_before_patch" in model.__dict__:
-        model.name_or_path = model.__dict__.pop("name_before_patch")
+        model.name_or_path, model.config.name_or_path = model.__dict__.pop("name_before_patch")
     for key, wrapped in list(model._load_state_dict_pre_hooks.items()):
         if getattr(wrapped, "hook", None) is _restore_shapes:
             del model._load_state_dict_pre_hooks[key]

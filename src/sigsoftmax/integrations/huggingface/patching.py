@@ -173,13 +173,13 @@ def _change_class(model: Any, to: Any) -> None:
 
 def _warn_of_a_jump(model: Any, member: OutputFunction) -> None:
     """A trained model means its logits for the function that it has now."""
-    is_trained = bool(getattr(model.config, "_name_or_path", ""))
+    name = checkpoints.own_name(model)
     now = model.output_function.function if is_patched(model) else OutputFunction("softmax")
     remembered = getattr(model.config, checkpoints.KEY, None) or {}
     is_same = str(member) in (str(now), remembered.get("function"))
-    if is_trained and not is_same and not (is_plain_softmax(now) and is_plain_softmax(member)):
+    if name and not is_same and not (is_plain_softmax(now) and is_plain_softmax(member)):
         warnings.warn(
-            f"{model.config._name_or_path!r} was trained with {now}: with {member} every one of its probabilities "
+            f"{name!r} was trained with {now}: with {member} every one of its probabilities "
             "changes before the first training step. To start from the probabilities it has, use retrofit(model, b), "
             "which begins with a shifted sigsoftmax that agrees with softmax to a bound you choose (shifted_start)",
             stacklevel=3,
