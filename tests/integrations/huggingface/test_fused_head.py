@@ -14,6 +14,7 @@ from tests.integrations.huggingface.tiny import phi, tiny, tokens
 from torch.nn import functional as F
 from trl.trainer.utils import add_fused_lm_head
 
+import sigsoftmax
 from sigsoftmax.integrations.huggingface import apply_output_function, known_libraries, remove_output_function
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -252,3 +253,15 @@ def test_a_head_that_asks_for_something_new_is_refused():
 
     with pytest.raises(ValueError, match="has no temperature, cast_lm_head_to_fp32, outputs"):
         model.forward = types.MethodType(add_fused_lm_head_of_another_version(), model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_function_that_is_registered_anew_is_the_new_one(name):
+    ids, labels = example()
+    for power in (1.0, 2.0):
+        sigsoftmax.register_function("mine", lambda z, power=power: power * z)
+        model = apply_output_function(tiny(name), "mine").train()
+        add_fused_lm_head(model, temperature=0.7)
+        wanted = formula(power * tiny(name)(ids).logits, labels, 0.7)["log_probs"]
+        found = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -163,7 +163,7 @@ def capped(member: OutputFunction, cap: float) -> OutputFunction:
     if is_plain_softmax(member):
         return OutputFunction("softcap", c=cap)
     name = f"{member.name}_of_softcap"
-    if name not in family.names():
+    if _is_new(name, member):
         _register_capped(name, member)
     return OutputFunction(name, cap=cap, **member.parameters)
 
@@ -178,7 +178,7 @@ def tempered(member: OutputFunction, temperature: float) -> OutputFunction:
     if member.name == "softmax" and isinstance(alpha, float):
         return OutputFunction("softmax", alpha=alpha / temperature)
     name = f"{member.name}_at_temperature"
-    if name not in family.names():
+    if _is_new(name, member):
         definition = member.definition
         family.register_function(
             name,
@@ -188,6 +188,16 @@ def tempered(member: OutputFunction, temperature: float) -> OutputFunction:
             formula=f"{member.name} divided by a temperature",
         )
     return OutputFunction(name, temperature=temperature, **member.parameters)
+
+
+_COMPOSED: dict[str, Any] = {}
+"""The definitions of which composed functions were made: a user may register another one under the same name."""
+
+
+def _is_new(name: str, member: OutputFunction) -> bool:
+    is_known = name in family.names() and _COMPOSED.get(name) is member.definition
+    _COMPOSED[name] = member.definition
+    return not is_known
 
 
 def _arguments(definition: Any, z: Tensor, values: tuple[Tensor, ...]) -> list[Tensor]:
