@@ -11,7 +11,9 @@ pytest.importorskip("trl")
 import torch
 from tests.allocations import allocations_of
 from tests.integrations.huggingface.tiny import phi, tiny, tokens
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from trl.trainer.utils import add_fused_lm_head
 
 import sigsoftmax
@@ -265,3 +267,27 @@ def test_a_function_that_is_registered_anew_is_the_new_one(name):
         wanted = formula(power * tiny(name)(ids).logits, labels, 0.7)["log_probs"]
         found = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def fully_sharded(model):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_sharded])
+def test_several_processes(wrap):
+    model = apply_output_function(tiny(), "gss(k=learned:0.5)", chunk_bytes=2000).train()
+    add_fused_lm_head(model, temperature=0.7, outputs=OUTPUTS)
+    single = copy.deepcopy(model)
+    wrapped = wrap(model)
+    ids, labels = example()
+    outputs = [one(input_ids=ids, labels=labels, fused_lm_head=True) for one in (wrapped, single)]
+    for key in ("loss", *OUTPUTS):
+        torch.testing.assert_close(outputs[0][key], outputs[1][key])
+    for output in outputs:
+        (output.loss - 0.1 * output.entropy.sum()).backward()
+    for (name, one), own in zip(model.named_parameters(), single.parameters(), strict=True):
+        gradient = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
+        torch.testing.assert_close(gradient, own.grad, msg=lambda text, name=name: f"{name}: {text}")

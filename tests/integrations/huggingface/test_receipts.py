@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.hooks import ModelHook, add_hook_to_module
 from tests.integrations.huggingface.tiny import phi, plain_loss, tiny, tokens
@@ -207,13 +206,6 @@ def test_peft(when):
         check(peft.get_peft_model(patched(), adapter))
     else:
         check(apply_output_function(peft.get_peft_model(tiny(), adapter), "sigsoftmax").train())
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")
