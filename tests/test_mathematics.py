@@ -380,11 +380,15 @@ def logistic_parts(z: Tensor, m: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("level", [-50.0, -1.0, 0.0, 1.0, 50.0])
 @pytest.mark.parametrize("per_class", [False, True], ids=["scalar", "per class"])
-def test_anchored_logistic_form(level: float, per_class: bool) -> None:
+@pytest.mark.parametrize("slopes", [(0.8, -0.7), (1.0, -2.5), (-0.8, 0.0), (1.0, 1.0)], ids=str)
+@pytest.mark.parametrize("end", [torch.amax, torch.amin], ids=["highest", "lowest"])
+def test_anchored_logistic_form(
+    level: float, per_class: bool, slopes: tuple[float, float], end: Callable[..., Tensor]
+) -> None:
     """(M15), (M18): the formula is phi less the offset, and the code computes it and its derivatives."""
     z = level + normal(4, 6, deviation=3.0)
-    m = z.amax(-1, keepdim=True)
-    alpha, beta = float64(0.8)[0], float64(-0.7)[0]
+    m = end(z, -1, keepdim=True)
+    alpha, beta = float64(slopes[0])[0], float64(slopes[1])[0]
     c = normal(6) if per_class else float64(0.3)[0]
     part, part_offset = logistic_parts(z, m, c)
     offset = alpha * m + beta * part_offset
@@ -399,6 +403,38 @@ def test_anchored_logistic_form(level: float, per_class: bool) -> None:
     for computed, expected in zip((*by_relative, *by_offset), (*printed[0], *printed[1]), strict=True):
         assert_close(computed, expected)
     assert_argument_slopes_are_derivatives(LOGISTIC, z, m, (alpha, beta, c))
+
+
+@pytest.mark.parametrize("slopes", [(0.8, -0.7), (1.0, -2.5), (-0.8, 0.0), (1.0, 1.0), (1.0, -1.0)], ids=str)
+@pytest.mark.parametrize("level", [-3.0, 0.0, 3.0])
+def test_the_anchor_is_where_phi_is_largest(slopes: tuple[float, float], level: float) -> None:
+    """(M14): one of the two ends of the row, for a monotone or convex phi."""
+    z = level + normal(50, 6, deviation=3.0)
+    alpha, beta, c = float64(*slopes, 0.3)
+    phi = LOGISTIC.phi(z, alpha, beta, c)
+    assert LOGISTIC.leading is not None
+    anchor = LOGISTIC.leading(z.amin(-1, keepdim=True), z.amax(-1, keepdim=True), alpha, beta, c)
+    assert_close(LOGISTIC.phi(anchor, alpha, beta, c), phi.amax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "slopes", [(1.0, 1.0), (1.0, -2.0), (1.0, -101.0), (100.0, 0.0), (-3.0, 0.0), (0.0, 1.0)], ids=str
+)
+def test_units_keep_extreme_logits_finite(slopes: tuple[float, float]) -> None:
+    """(M15): phi less its offset is finite in units of 2 S, and the unit is a power of two."""
+    z = torch.tensor([3.4e38, -3.4e38, 1.7e38, -1.7e38, 0.0, 1.0])
+    alpha, beta, c = torch.tensor([*slopes, 0.0])
+    for anchor in z:
+        value, unit, _ = LOGISTIC.scaled(z, anchor, alpha, beta, c)
+        assert value.isfinite().all()
+        assert math.frexp(float(unit))[0] == 0.5
+        with mpmath.workdps(60):
+            exact = [mpmath.mpf(slopes[0]) * x + slopes[1] * min(x, mpmath.mpf(0)) for x in map(mpmath.mpf, z.tolist())]
+            at_anchor = exact[z.tolist().index(float(anchor))]
+            for found, expected in zip(value.tolist(), exact, strict=True):
+                # The tail is at most |beta| log 2.
+                error = abs(found * mpmath.mpf(float(unit)) - (expected - at_anchor))
+                assert error <= 0.7 * abs(slopes[1]) + 4e-7 * abs(expected - at_anchor)
 
 
 def assert_argument_slopes_are_derivatives(form: Form, z: Tensor, m: Tensor, arguments: tuple[Tensor, ...]) -> None:
@@ -570,6 +606,12 @@ def test_reductions(smoothing: float) -> None:
         assert_close(mean(losses, torch.ones_like(losses), divisor), plain)
         copied = F.cross_entropy(repeated(member.phi(z)), repeated(target), weight, label_smoothing=smoothing)
         assert_close(mean(losses, copies, divisor), copied)
+
+    t = torch.tensor([0.0, 1.0, 2.0, 0.0, 0.5], dtype=torch.float64, requires_grad=True)
+    losses = token_losses(member, z, index, class_weight_V=weight, label_smoothing=smoothing).detach()
+    total = mean(losses, t, of_class)
+    (by_t,) = torch.autograd.grad(total, t)
+    assert_close(by_t, ((losses - of_class * total) / (t * of_class).sum()).detach())
 
     without, with_z = (token_losses(member, z, index, class_weight_V=weight, z_loss=factor) for factor in (0.0, 0.3))
     n = torch.logsumexp(member.phi(z), -1)

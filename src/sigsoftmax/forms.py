@@ -152,7 +152,9 @@ def _logistic_leading(lowest: Tensor, highest: Tensor, alpha: Tensor, beta: Tens
 
     With one c per class the phi of their mean decides; the largest phi is then at most beta times the spread away.
     """
-    return torch.where(_logistic_scaled(lowest, highest, alpha, beta, c.mean()).value > 0.0, lowest, highest)
+    centre = c.mean()
+    at_lowest, at_highest = (_logistic_scaled(z, highest, alpha, beta, centre).value for z in (lowest, highest))
+    return torch.where(at_lowest > at_highest, lowest, highest)
 
 
 def _logistic_argument_slopes(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> ArgumentSlopes:

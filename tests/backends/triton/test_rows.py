@@ -367,8 +367,8 @@ def assert_argmax(problem: Problem, found: Results) -> None:
 def _scalars_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scalar on the CPU is a fixed number. Where the CPU is the device, let a float32 one be a learned one there."""
     if IS_INTERPRETED:
-        original = rows.value_of
-        monkeypatch.setattr(rows, "value_of", lambda a: original(a) if a.dtype == torch.float64 else None)
+        original = rows.constant
+        monkeypatch.setattr(rows, "constant", lambda a: original(a) if a.dtype == torch.float64 else None)
 
 
 # The table

@@ -130,7 +130,8 @@ def relative(z, anchor, alpha, beta, c, centre, FORM: tl.constexpr):
 @triton.jit
 def leading(lowest, highest, alpha, beta, centre, FORM: tl.constexpr):
     """The end of a row at which phi is larger."""
-    return tl.where(scaled(lowest, highest, alpha, beta, centre, centre, FORM) > 0, lowest, highest)
+    at_lowest = scaled(lowest, highest, alpha, beta, centre, centre, FORM)
+    return tl.where(at_lowest > scaled(highest, highest, alpha, beta, centre, centre, FORM), lowest, highest)
 
 
 @triton.jit
