@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 import torch
 from accelerate import Accelerator
 from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.state import AcceleratorState
 from tests.integrations.huggingface.tiny import phi, plain_loss, tiny, tokens
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -187,6 +188,15 @@ def test_hooks_of_accelerate():
     check(copy.deepcopy(model))
 
 
+@pytest.fixture
+def fresh_accelerate():
+    """accelerate remembers the precision of the first Accelerator in a process, which may be another test's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_autocast_of_accelerate():
     model = patched()
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
