@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ TESTS = (
 """where tests for a GPU are"""
 ON_A_CPU = ("test_interpreted.py", "test_compile.py")
 """files in them that run the same everywhere"""
+SECONDS_TO_END = 20.0
 SUMMARY = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 
 
@@ -78,9 +80,14 @@ def main() -> int:
             try:
                 process.wait(max(0.0, options.seconds - (time.monotonic() - began)))
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                print(f"a process was ended after {options.seconds:g} s:\n{log.read_text()[-1000:]}", flush=True)
+                print(f"a process is ended after {options.seconds:g} s; what it has found so far follows", flush=True)
+                # As by Ctrl-C: pytest then tells what failed before.
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(SECONDS_TO_END)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
             printed = log.read_text()
             for number, kind in SUMMARY.findall(printed.rstrip().rpartition("\n")[2]):
                 totals[kind.rstrip("s")] += int(number)

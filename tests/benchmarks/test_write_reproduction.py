@@ -25,7 +25,9 @@ def identity(recipe: str, seed: int) -> RunIdentity:
     )
 
 
-def epoch(recipe: str, seed: int, perplexity: float, number: int = CONTROL_EPOCH) -> EpochRecord:
+def epoch(
+    recipe: str, seed: int, perplexity: float, number: int = CONTROL_EPOCH, recurrence: str = "persistent kernels"
+) -> EpochRecord:
     loss = math.log(perplexity)
     return EpochRecord(
         run=identity(recipe, seed),
@@ -36,7 +38,7 @@ def epoch(recipe: str, seed: int, perplexity: float, number: int = CONTROL_EPOCH
         train_loss_parts=(),
         valid_loss=loss,
         valid_loss_over_rows=loss,
-        recurrence="LSTM recurrence: persistent kernels",
+        recurrence=recurrence,
         is_best=True,
         seconds_training=1.0,
         seconds_validation=1.0,
@@ -90,3 +92,11 @@ def test_no_rank_stands_alone(tmp_path: Path) -> None:
     assert (cells["press32"], cells["numpy32"], cells["noise"]) == ("7", "6", "8")
     assert cells["numpy64"] == "below noise"
     assert cells["noise floor / largest"] == "2.0e-08"
+
+
+def test_heads_are_compared_within_one_arithmetic(tmp_path: Path) -> None:
+    seed = CONTROL_SEEDS[0]
+    older = [epoch(recipe, seed, 80.0, recurrence="") for recipe in ("ptb-softmax", "ptb-sigsoftmax")]
+    text = write_reproduction.controls(read(tmp_path, *older, epoch("ptb-softmax", seed, 70.0)))
+    assert row_of(text, "softmax |")[1] == "80.00"
+    assert row_of(text, "sigsoftmax")[1] == "80.00"
