@@ -22,7 +22,7 @@ NEEDS = {
     "docs/audit.md": ("transformers", "scipy"),
     "docs/faq.md": ("transformers",),
     "docs/get-started.md": ("transformers",),
-    "docs/huggingface.md": ("transformers", "accelerate"),
+    "docs/huggingface.md": ("transformers", "accelerate", "trl"),
     "docs/serving.md": ("transformers", "onnxscript", "onnxruntime"),
 }
 WARNINGS = {
@@ -51,19 +51,17 @@ WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """A page in an empty folder, started by nobody's torchrun, with a stand-in for the one package no extra brings."""
+    """A page in an empty folder, started by nobody's torchrun."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    for name, module in stub_of_vllm().items():
-        monkeypatch.setitem(sys.modules, name, module)
     yield Run(tmp_path)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def stub_of_vllm() -> dict[str, types.ModuleType]:
-    """Modules with the one class that a page takes from vLLM."""
+    """Modules with the one class that a page takes from vLLM, which no extra brings."""
     names = ("vllm", "vllm.v1", "vllm.v1.sample", "vllm.v1.sample.logits_processor")
     modules = {name: types.ModuleType(name) for name in names}
     modules[names[-1]].LogitsProcessor = type("LogitsProcessor", (), {})
@@ -71,7 +69,10 @@ def stub_of_vllm() -> dict[str, types.ModuleType]:
 
 
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=name_of)
-def test_every_block_runs(page: Path, run: Run) -> None:
+def test_every_block_runs(page: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name_of(page) == "docs/serving.md":
+        for name, module in stub_of_vllm().items():
+            monkeypatch.setitem(sys.modules, name, module)
     for package in NEEDS.get(name_of(page), ()):
         pytest.importorskip(package)
     with warnings.catch_warnings():
@@ -87,6 +88,11 @@ def test_every_block_runs(page: Path, run: Run) -> None:
 def _learned_and_reloaded(run: Run) -> None:
     # It has learned its sentence, and lost nothing on the way to the disk and back.
     assert "the lazy dog" in bytes(run.names["written"][0].tolist()).decode(errors="replace")
+    # TRL's trainer has trained the output function, and saved it.
+    assert run.names["tuned"].fused_head is not None
+    from sigsoftmax.integrations.huggingface import from_pretrained
+
+    assert str(from_pretrained("sft").output_function.function) == "sigsoftmax"
 
 
 def _left_no_processes(run: Run) -> None:
