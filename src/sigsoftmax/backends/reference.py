@@ -151,7 +151,7 @@ def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasi
     value, unit, offset = form.scaled(z, anchor, *like_z)
     relative = torch.where(masked, wide, unit * value)
     normalizer = torch.logsumexp(relative, -1, keepdim=True)
-    return Rows(relative, offset, normalizer, anchor, torch.where(masked, wide, value), unit)
+    return Rows(relative, offset, normalizer, anchor, torch.where(masked, wide / unit, value), unit)
 
 
 def log_probs(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Tensor:
