@@ -13,8 +13,12 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from playwright import sync_api as api
 
 pytest.importorskip("material", reason="the site needs mkdocs-material: pip install '.[docs]'")
 pytest.importorskip("mkdocstrings")
@@ -118,44 +122,77 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_a_browser_asks_nobody_else_and_nothing_is_cut_off(address: str, scheme: str, width: int) -> None:
+@pytest.fixture(scope="module")
+def browser() -> Iterator["api.Browser"]:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     from tests.report.test_browser import ARGUMENTS, PROGRAMS
 
     installed = next(filter(None, map(shutil.which, PROGRAMS)), None)
     with api.sync_playwright() as playwright:
         try:
-            browser = playwright.chromium.launch(executable_path=installed, args=ARGUMENTS)
+            opened = playwright.chromium.launch(executable_path=installed, args=ARGUMENTS)
         except api.Error as error:
             if os.environ.get("REQUIRE_BROWSER"):
                 raise
             pytest.skip(f"no Chromium to open the site in: {str(error).splitlines()[0]}")
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        page = context.new_page()
-        asked: list[str] = []
-        said: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        for path in ("index", "get-started", "mathematics", "choosing", "faq", "reference/index", "reference/analysis"):
-            page.goto(f"{address}{path}.html")
-            page.wait_for_function("document.querySelector('h1')")
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
-        page.goto(f"{address}mathematics.html")
-        assert page.evaluate("document.querySelector('.formula math').getBoundingClientRect().height") > 20
-        scheme_used = page.evaluate("document.body.dataset.mdColorScheme")
-        assert scheme_used == ("slate" if scheme == "dark" else "default")
-        # The search is a program of the site's own.
-        page.evaluate("document.querySelector('label[for=__search]').click()")
+        yield opened
+        opened.close()
+
+
+class _Watched:
+    """A tab that notes what it asks for and what goes wrong in it."""
+
+    def __init__(self, browser: "api.Browser", scheme: str, width: int) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.asked: list[str] = []
+        self.said: list[str] = []
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+
+    def search(self, word: str) -> list[str]:
+        """Titles that the search of the site finds."""
+        from playwright.sync_api import TimeoutError
+
+        self.page.evaluate("document.querySelector('label[for=__search]').click()")
         # What is typed before the program listens is lost, and a busy machine is late.
         for _ in range(12):
-            page.fill(".md-search__input", "")
-            page.type(".md-search__input", "temperature")
-            with contextlib.suppress(api.TimeoutError):
-                page.wait_for_selector(".md-search-result__item", timeout=5000)
-                break
-        else:
-            pytest.fail("the search finds nothing")
-        browser.close()
-    assert [url for url in asked if not url.startswith(address)] == []
-    assert said == []
+            self.page.fill(".md-search__input", "")
+            self.page.type(".md-search__input", word)
+            with contextlib.suppress(TimeoutError):
+                self.page.wait_for_selector(".md-search-result__item", timeout=5000)
+                return self.page.locator(".md-search-result__article h1").all_text_contents()
+        pytest.fail("the search finds nothing")
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_a_browser_asks_nobody_else_and_nothing_is_cut_off(
+    browser: "api.Browser", address: str, scheme: str, width: int
+) -> None:
+    tab = _Watched(browser, scheme, width)
+    page = tab.page
+    for path in ("index", "get-started", "mathematics", "choosing", "faq", "reference/index", "reference/analysis"):
+        page.goto(f"{address}{path}.html")
+        page.wait_for_function("document.querySelector('h1')")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+    page.goto(f"{address}mathematics.html")
+    assert page.evaluate("document.querySelector('.formula math').getBoundingClientRect().height") > 20
+    scheme_used = page.evaluate("document.body.dataset.mdColorScheme")
+    assert scheme_used == ("slate" if scheme == "dark" else "default")
+    assert "Failure modes" in tab.search("temperature")
+    tab.context.close()
+    assert [url for url in tab.asked if not url.startswith(address)] == []
+    assert tab.said == []
+
+
+@pytest.mark.parametrize("path", ["index.html", "reference/index.html"])
+def test_the_search_works_on_a_page_opened_from_the_disk(browser: "api.Browser", site: Path, path: str) -> None:
+    """As `make docs` leaves the site: no server, so neither a worker nor a file that a script could read."""
+    tab = _Watched(browser, "light", 1280)
+    tab.page.goto((site / path).as_uri())
+    assert "Failure modes" in tab.search("temperature")
+    tab.page.locator(".md-search-result__link", has_text="Failure modes").first.click()
+    tab.page.wait_for_url("**/faq.html*")
+    tab.context.close()
+    assert [url for url in tab.asked if not url.startswith(site.as_uri())] == []
+    assert tab.said == []
