@@ -1,16 +1,19 @@
 """The comparison on a small sample of the embedded language, and on text of one's own."""
 
 import dataclasses
+import functools
 import html
 import io
+import re
 import shutil
 
 import pytest
 import torch
 from tests.experiments.small_runs import SINGLE, small_resources
 
+from sigsoftmax.experiments import compare, display
 from sigsoftmax.experiments.compare import HEADS, CompareConfig, run
-from sigsoftmax.experiments.display import PlainLines
+from sigsoftmax.experiments.display import RunPlan
 from sigsoftmax.experiments.runs import Resources
 from sigsoftmax.lm import data
 from sigsoftmax.lm.training import Diverged
@@ -20,7 +23,7 @@ from sigsoftmax.records.training import ComparisonRecord
 from sigsoftmax.report import recorded_comparisons
 from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.sections.comparison import section
+from sigsoftmax.report.sections import comparison, verdict
 from sigsoftmax.report.tables import Table
 from sigsoftmax.report.theme import Looks, head_label
 
@@ -38,7 +41,7 @@ def short_text():
 
 def compared(config):
     said, shown = [], io.StringIO()
-    return run(config, said.append, PlainLines(shown)), said, shown.getvalue()
+    return run(config, said.append, shown), said, shown.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -101,27 +104,76 @@ def test_what_was_measured_is_on_record_and_in_a_page(two_seeds):
 def test_the_words_name_the_table_and_its_files(two_seeds):
     _, _, said, _ = two_seeds
     assert said[0].startswith("3 heads, 2 seeds, 1 epochs and 1 with averaged weights each, width 12; 3,000 words")
-    assert "2 epochs" in said[1]
-    assert "standard deviation over seeds" in said[1]
-    assert said[2].startswith("Rank, size and time")
-    assert "With 2 seeds nothing can be resolved" in said[3]
+    assert re.match(
+        r"In all about [\d.]+ (s|min \d+ s) of training on this machine \(cpu; 12 epochs are left\)", said[1]
+    )
+    assert "2 epochs" in said[2]
+    assert "standard deviation over seeds" in said[2]
+    assert said[3].startswith("Validation perplexity and rank")
+    assert said[4].startswith("Which head should I use?\n- ")
+    assert "With 2 seeds nothing can be resolved, so no head is recommended" in said[4]
+    assert "No control for scale is on record" in said[4]
     assert "comparison.jsonl" in said[-1]
+
+
+def test_one_line_tells_of_all_runs(tmp_path, monkeypatch):
+    config = CompareConfig(
+        heads=("softmax", "gss-0"), changes=SINGLE, out=tmp_path / "out", resources=small_resources(tmp_path)
+    )
+    monkeypatch.setattr(compare, "WholeLine", functools.partial(display.WholeLine, rest=0.0))
+    _, _, shown = compared(config)
+    lines = [line for line in shown.splitlines() if "done" in line]
+    assert lines
+    assert all(re.fullmatch(r"\d+% done, \d of 2 runs ended, about .+ left", line) for line in lines)
+    assert lines[-1].startswith("100% done, 2 of 2 runs ended")
+    assert shown.count("LSTM recurrence") <= 1
+
+
+def test_what_is_trained_is_not_in_the_plan(two_seeds):
+    config = two_seeds[0]
+    _, said, _ = compared(config)
+    assert said[1] == "All runs are trained already; what is left is to measure them."
+    more = dataclasses.replace(config, seeds=(1, 2, 3), heads=("softmax",))
+    runs = more.runs()
+    plans = compare._plans(runs, data.Corpus.load("language"), more.resources)
+    assert [(run.seed, run.phase, plan.epochs_left) for run, plan in plans.items()] == [
+        *((1, "train", 0), (2, "train", 0), (3, "train", 1)),
+        *((1, "finetune", 0), (2, "finetune", 0), (3, "finetune", 1)),
+    ]
+    assert all(plan.epoch_seconds > 0.0 for plan in plans.values())
+
+
+def test_the_time_of_all_runs_is_phase_by_phase():
+    runs = CompareConfig(heads=("softmax", "mos"), seeds=(1, 2)).runs()
+    plans = {
+        run: RunPlan(epoch_seconds=seconds, epochs_left=10) for run, seconds in zip(runs, (1, 1, 1, 3), strict=True)
+    }
+    plans |= {run.finetuning(): RunPlan(epoch_seconds=1.0, epochs_left=5) for run in runs}
+    assert compare._seconds_of_all(plans, Resources(at_once=1)) == 60.0 + 20.0
+    assert compare._seconds_of_all(plans, Resources(at_once=2)) == 30.0 + 10.0
+    # The longest run bounds it from below.
+    assert compare._seconds_of_all(plans, Resources(at_once=4)) == 30.0 + 5.0
 
 
 def test_the_page_shows_what_the_terminal_printed(two_seeds):
     config, results, said, _ = two_seeds
     material = Material.of(load([config.out / "comparison.jsonl"]))
-    made = section(material, Looks(material.heads()))
+    looks = Looks(material.heads())
+    opening, made = verdict.section(material, looks), comparison.section(material, looks)
     (figure,) = made.figures
-    assert figure.table.to_text() == said[1]
-    assert next(block for block in made.blocks if isinstance(block, Table)).to_text() == said[2]
-    assert "\n".join(f"- {finding}" for finding in made.findings) == said[3]
+    (table,) = opening.blocks
+    assert table.to_text() == figure.table.to_text() == said[2]
+    assert next(block for block in made.blocks if isinstance(block, Table)).to_text() == said[3]
+    sentences = [*opening.findings, *made.findings]
+    assert "\n".join(["Which head should I use?", *(f"- {text}" for text in sentences)]) == said[4]
     levels = {head: sum(m.record.kl for m in results if m.record.run.head == head) for head in HEADS_HERE}
     best = min(levels, key=levels.__getitem__)
-    assert made.findings[0].startswith(f"{head_label(best)} has the lowest KL to the truth")
+    assert opening.findings[0].startswith(f"{head_label(best)} has the lowest KL to the truth")
     page = (config.out / "report.html").read_text()
-    assert page.count(f"<dd>{html.escape(made.findings[0])}</dd>") == 1, "the best head stands in the summary"
-    assert page.count("With 2 seeds nothing can be resolved") == 2
+    for text in opening.findings:
+        assert page.count(f"<li>{html.escape(text)}</li>") == 1
+    assert page.index(html.escape(opening.findings[0])) < page.index("What was run</h2>")
+    assert page.count("With 2 seeds nothing can be resolved") == 1
 
 
 def test_a_comparison_of_fewer_heads_or_other_seeds_takes_nothing_away(two_seeds, tmp_path):
@@ -129,15 +181,15 @@ def test_a_comparison_of_fewer_heads_or_other_seeds_takes_nothing_away(two_seeds
     out = shutil.copytree(config.out, tmp_path / "again")
     fewer = dataclasses.replace(config, heads=("softmax",), seeds=(2,), out=out)
     _, said, _ = compared(fewer)
-    assert said[1] == "With 5 runs of earlier comparisons in this folder under the same budget."
+    assert said[2] == "With 5 runs of earlier comparisons in this folder under the same budget."
     kept = [r.payload_as(ComparisonRecord).run for r in read(out / "comparison.jsonl") if r.kind == "comparison"]
     assert set(kept) == {m.record.run for m in results}
     assert len(kept) == len(results)
-    assert "MoS(K=4)" in said[2]
+    assert "MoS(K=4)" in said[3]
     # A third seed makes it a comparison that can resolve something.
     more, said, _ = compared(dataclasses.replace(config, seeds=(3,), out=out))
     assert [m.record.run.seed for m in more] == [3, 3, 3]
-    assert "95 % interval" in said[2]
+    assert "95 % interval" in said[3]
     page = (out / "report.html").read_text()
     assert "3 seeds" in page
     assert "nothing can be resolved" not in page
@@ -149,8 +201,8 @@ def test_another_budget_in_the_same_folder_is_another_comparison(two_seeds, tmp_
     longer = dataclasses.replace(config, heads=("softmax", "mos"), seeds=(1,), out=out)
     longer = dataclasses.replace(longer, changes=("finetuning.epochs=2", "training.epochs = 1"))
     _, said, _ = compared(longer)
-    assert "finetuning.epochs=2" in said[1]
-    assert "sigsoftmax" not in said[1]
+    assert "finetuning.epochs=2" in said[2]
+    assert "sigsoftmax" not in said[2]
     found = recorded_comparisons((out / "comparison.jsonl",))
     assert [(len(comparison.contenders), comparison.seeds) for comparison in found] == [(3, [1, 2]), (2, [1])]
 
@@ -166,7 +218,7 @@ def test_a_budget_is_the_same_for_all_heads_and_however_it_is_written():
 def test_a_second_time_nothing_is_trained(two_seeds):
     config, results, _, _ = two_seeds
     again, _, shown = compared(config)
-    assert "epoch" not in shown
+    assert shown == ""
     assert [m.record for m in again] == [m.record for m in results]
 
 
@@ -179,7 +231,7 @@ def test_on_text_of_ones_own_there_is_no_truth(tmp_path):
     )
     results, said, _ = compared(config)
     assert all(m.record.kl is None and m.record.run.recipe.startswith("tiny-") for m in results)
-    assert "the test loss less that of softmax" in said[1]
+    assert "the test loss less that of softmax" in said[2]
 
 
 def test_a_head_that_diverges_is_left_out_and_the_others_compared(tmp_path, monkeypatch):
@@ -192,7 +244,7 @@ def test_a_head_that_diverges_is_left_out_and_the_others_compared(tmp_path, monk
     monkeypatch.setattr(CompareConfig, "runs", lambda self: [runs[0], wild])
     said = []
     with pytest.raises(Diverged, match="tiny-gss-0"):
-        run(config, said.append, PlainLines(io.StringIO()))
+        run(config, said.append, io.StringIO())
     assert any(text.startswith("Left out: tiny-gss-0") for text in said)
     assert any("softmax" in text and "perplexity" in text for text in said[2:])
 

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from sigsoftmax.experiments import display
-from sigsoftmax.experiments.display import ChangingLine, Forecast, PlainLines, RichBars, duration_text, make_display
+from sigsoftmax.experiments.display import (
+    ChangingLine,
+    Forecast,
+    PlainLines,
+    RichBars,
+    RunPlan,
+    WholeLine,
+    duration_text,
+    make_display,
+)
 from sigsoftmax.experiments.runs import Run
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.lm.training import PART, Progress
@@ -146,3 +155,85 @@ def test_the_note_of_a_run_goes_to_the_display_alone():
         tell(RUN, epoch(1))
     assert stream.getvalue().startswith("ptb-softmax, seed 1: LSTM recurrence: torch's own LSTM\n")
     assert [progress.note for progress in told] == [None]
+
+
+# --- all runs together ------------------------------------------------------------------------------------------------
+
+OTHER = Run(recipe=recipe("ptb-sigsoftmax"), seed=1, folder=Path("runs/ptb-sigsoftmax/1"))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes on when it is told to."""
+    now = [1000.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    return now
+
+
+def whole(stream, *, rest=0.0):
+    """Two runs of ten epochs of 10 s, two at once, one of them finetuned for ten further epochs."""
+    ten = RunPlan(epoch_seconds=10.0, epochs_left=10)
+    return WholeLine({RUN: ten, OTHER: ten, OTHER.finetuning(): ten}, 200.0, stream, rest=rest)
+
+
+def test_the_whole_is_foretold_by_the_plan_and_then_by_the_pace(clock):
+    line = whole(io.StringIO())
+    assert line.line == "0% done, 0 of 2 runs ended, about 3 min 20 s left"
+    # Twice as slow as planned: 60 of 300 s of work took 80 s.
+    clock[0] += 80.0
+    line.watch(RUN, epoch(6))
+    assert line.line == "20% done, 0 of 2 runs ended, about 5 min 20 s left"
+    # Below a fifth, both count.
+    line = whole(io.StringIO())
+    clock[0] += 40.0
+    line.watch(RUN, epoch(3))
+    assert line.line == f"10% done, 0 of 2 runs ended, about {duration_text(0.9 * (0.5 * 200 + 0.5 * 400))} left"
+
+
+def test_a_run_has_ended_with_its_last_phase(clock):
+    line = whole(io.StringIO())
+    line.ended(OTHER)
+    assert line.line.startswith("33% done, 0 of 2 runs ended")
+    line.ended(OTHER.finetuning())
+    line.ended(RUN)
+    assert line.line == "100% done, 2 of 2 runs ended, about 0.0 s left"
+
+
+def test_runs_that_are_left_out_are_no_longer_waited_for(clock):
+    line = whole(io.StringIO())
+    for run in (OTHER, OTHER.finetuning(), RUN.finetuning()):
+        line.left_out(run)
+    line.watch(RUN, epoch(5))
+    assert line.line.startswith("83% done, 1 of 2 runs ended")
+
+
+def test_in_a_file_there_is_a_line_now_and_then_and_a_note_once(clock):
+    stream = io.StringIO()
+    with whole(stream, rest=10.0) as line:
+        for run in (RUN, OTHER):
+            line.watch(run, replace(at(0, epoch=1), note="LSTM recurrence: torch's own"))
+        for second in range(1, 26):
+            clock[0] += 1.0
+            line.watch(RUN, at(40 * second, epoch=1))
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "LSTM recurrence: torch's own"
+    assert [text.split(",")[0] for text in lines[1:]] == ["1% done", "3% done"]
+
+
+def test_on_a_terminal_one_line_changes_in_its_place(clock, monkeypatch):
+    monkeypatch.setattr(display, "_terminal_width", lambda: 40)
+    stream = Terminal()
+    with whole(stream) as line:
+        for second in range(1, 4):
+            clock[0] += 1.0
+            line.watch(RUN, at(100 * second, epoch=1))
+    assert "\n" not in stream.getvalue()
+    drawn = [part for part in stream.getvalue().split("\r\x1b[2K") if part]
+    assert len(drawn) == 3
+    assert all(part.endswith("2 runs ended, about") or len(part) == 39 for part in drawn)
+    assert stream.getvalue().endswith("\r\x1b[2K")
+
+
+def test_where_nothing_is_left_all_is_done(clock):
+    done = RunPlan(epoch_seconds=0.0, epochs_left=0)
+    assert WholeLine({RUN: done}, 0.0, io.StringIO()).line.startswith("100% done")

@@ -28,6 +28,7 @@ HOSTILE = (
 def test_sections_of_every_subject(page):
     read = Page(page)
     assert [text for level, text in read.headings() if level == 2] == [
+        "Which head should I use?",
         "In short",
         "What was run",
         "The paper's tables beside ours",
@@ -278,7 +279,7 @@ def test_a_comparison_comes_first_and_its_corpus_once(tmp_path):
     append(tmp_path / "a.jsonl", [Record.of(payload, where) for payload in payloads])
     write_report(ReportConfig(paths=(tmp_path,), out=tmp_path / "r.html"))
     headings = [text for level, text in Page(tmp_path / "r.html").headings() if level == 2]
-    assert headings[2] == "Comparison under equal budgets"
+    assert headings[3] == "Comparison under equal budgets"
     assert "The paper's tables beside ours" not in headings
 
 

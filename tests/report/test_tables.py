@@ -11,6 +11,8 @@ from sigsoftmax.report.tables import (
     Column,
     Row,
     Table,
+    interval_text,
+    listed,
     number_text,
     plain_text,
     range_text,
@@ -41,10 +43,12 @@ def test_html():
 
 def test_text():
     lines = TABLE.to_text().splitlines()
-    assert lines[2].split() == ["Name", "Valid,", "first", "Test,", "first", "n"]
-    assert lines[4] == "softmax"
-    assert re.fullmatch(r"  paper +51\.2 +50\.5 +10", lines[5])
-    assert len(lines[5]) == len(lines[6])
+    assert lines[2].split() == ["--", "first", "--"]
+    assert lines[3].split() == ["Name", "Valid", "Test", "n"]
+    assert lines[2].index("first") > lines[3].index("Name")
+    assert lines[5] == "softmax"
+    assert re.fullmatch(r"  paper +51\.2 +50\.5 +10", lines[6])
+    assert len(lines[6]) == len(lines[7])
     assert lines[-1] == "bold & safe"
 
 
@@ -81,3 +85,24 @@ def test_other_texts():
     assert size_text(10_000, None) == "10,000 × –"
     assert (sentence("abc"), sentence("")) == ("Abc", "")
     assert plain_text(tag("p", "a < b")) == "a < b"
+
+
+def test_a_heading_wider_than_its_columns_makes_room():
+    table = Table(caption="c", columns=[Column("A", group="a long heading"), Column("B")], rows=[Row(("1", "2"))])
+    _, _, groups, titles, _, row, *_ = table.to_text().splitlines()
+    assert groups == "a long heading"
+    assert titles == f"{'A':>14}  B"
+    assert row == f"{'1':>14}  2"
+
+
+def test_an_interval_stays_in_one_piece_on_a_page_and_has_plain_spaces_in_a_terminal():
+    text = f"0.4 {interval_text((-0.5, 0.25), '+.2f')}"
+    assert text == "0.4 (−0.50\u00a0to\u00a0+0.25)"
+    table = Table(caption="c", columns=[Column("A", "label"), Column("B", "interval")], rows=[Row(("a", text))])
+    assert "0.4 (−0.50 to +0.25)" in table.to_text()
+    assert f'class="interval">{text}<' in table.to_html()
+
+
+def test_long_lists_say_how_much_is_left_out():
+    assert listed(["a", "b", "c"], most=3) == "a; b; c"
+    assert listed(["a", "b", "c", "d"], most=3) == "a; b; and 2 more"

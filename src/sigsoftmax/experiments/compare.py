@@ -11,18 +11,20 @@ Shapes: L positions of the test text, V words.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.streaming import streamed_spectrum
-from sigsoftmax.experiments.display import Display, make_display, watching
+from sigsoftmax.experiments.display import RunPlan, WholeLine, duration_text
 from sigsoftmax.experiments.folder_locks import FolderLock
 from sigsoftmax.experiments.log_outputs import log_output_blocks
+from sigsoftmax.experiments.run_times import EpochTimes, measure_epochs
 from sigsoftmax.experiments.runs import Resources, Run, folder_name, planned_runs
 from sigsoftmax.experiments.training_runs import After, train_runs
 from sigsoftmax.heads import Head
@@ -38,6 +40,7 @@ from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.training import Budget, ComparisonRecord, EpochRecord
 from sigsoftmax.report import ReportConfig, recorded_comparisons, write_report
 from sigsoftmax.report.comparisons import Comparison
+from sigsoftmax.report.verdicts import QUESTION, verdict
 from sigsoftmax.synthetic import batch_means
 
 __all__ = ["HEADS", "CompareConfig", "Measured", "run"]
@@ -120,20 +123,24 @@ class CompareConfig:
         return planned_runs(self.recipes(), self.seeds, self.out)
 
 
-def run(config: CompareConfig, say: Say, display: Display | None = None) -> list[Measured]:
-    """Train, measure, print, record, report. What an earlier attempt trained is not trained again.
+def run(config: CompareConfig, say: Say, stream: TextIO | None = None) -> list[Measured]:
+    """Say how long it takes, train, measure, print, record, report. What an earlier attempt trained stays as it is.
 
-    A head that diverges is left out; that is raised when the others have been compared.
+    A head that diverges is left out; that is raised when the others have been compared. ``stream`` gets the line about
+    the progress of all runs; None: the error stream.
     """
     with FolderLock(config.out):
-        return _compared(config, say, display)
+        return _compared(config, say, stream or sys.stderr)
 
 
-def _compared(config: CompareConfig, say: Say, display: Display | None) -> list[Measured]:
+def _compared(config: CompareConfig, say: Say, stream: TextIO) -> list[Measured]:
     runs = config.runs()
     corpus = config.resources.corpus(runs[0].recipe.corpus)
     say(_introduction(config, runs, corpus))
-    results, errors = _trained(runs, config.resources, display)
+    plans = _plans(runs, corpus, config.resources)
+    seconds = _seconds_of_all(plans, config.resources)
+    say(_foretold(plans, seconds, config.resources))
+    results, errors = _trained(runs, config.resources, WholeLine(plans, seconds, stream))
     budget = config.budget()
     results = [replace(measured, record=replace(measured.record, budget=budget)) for measured in results]
     for error in errors:
@@ -145,21 +152,25 @@ def _compared(config: CompareConfig, say: Say, display: Display | None) -> list[
     return results
 
 
-def _trained(runs: list[Run], resources: Resources, display: Display | None) -> tuple[list[Measured], list[Diverged]]:
+def _trained(runs: list[Run], resources: Resources, display: WholeLine) -> tuple[list[Measured], list[Diverged]]:
     """Of the heads whose seeds all came through."""
     found: dict[Run, Measured] = {}
     errors: list[Diverged] = []
-    with display or make_display(rest=2.0) as shown:
+    with display as shown:
 
         def trained(chosen: list[Run], after: After[T]) -> dict[Run, T]:
             results: dict[Run, T] = {}
             try:
-                for ended, result in train_runs(chosen, resources, after, watching(shown)):
+                for ended, result in train_runs(chosen, resources, after, shown.watch):
                     shown.ended(ended)
                     results[ended] = result
             except Diverged as error:
                 errors.append(error)
             lost = {one.recipe.name for one in chosen if one not in results}
+            for one in chosen:
+                if one.recipe.name in lost:
+                    shown.left_out(one)
+                    shown.left_out(one.finetuning())
             return {one: results[one] for one in chosen if one.recipe.name not in lost}
 
         if _is_finetuned(runs[0].recipe):
@@ -195,9 +206,10 @@ def _say(comparison: Comparison, own: list[ComparisonRecord], say: Say) -> None:
     if earlier:
         runs = "1 run" if earlier == 1 else f"{earlier} runs"
         say(f"With {runs} of earlier comparisons in this folder under the same budget.")
-    say(comparison.table().to_text())
-    say(comparison.details().to_text())
-    say("\n".join(f"- {text}" for text in comparison.findings()))
+    say(comparison.ranking.table().to_text())
+    say(comparison.ranks_table().to_text())
+    said = [*verdict(comparison.ranking), *comparison.findings()]
+    say("\n".join([QUESTION, *(f"- {text}" for text in said)]))
 
 
 def _epochs_of_all(out: Path, records: Path) -> list[Path]:
@@ -227,6 +239,55 @@ def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str
     return (
         f"{len(recipes)} heads, {seeds}, {epochs} each, width {width}; {text}.\n"
         f"Runs are kept in {config.out}: the same command goes on where it was stopped."
+    )
+
+
+# --- how long it takes ------------------------------------------------------------------------------------------------
+
+
+def _plans(runs: Sequence[Run], corpus: Corpus, resources: Resources) -> dict[Run, RunPlan]:
+    """What every phase of every run is expected to take, by a few updates of each head."""
+    phases = [*runs, *(run.finetuning() for run in runs if _is_finetuned(run.recipe))]
+    left = {run: max(run.epochs - _epochs_done(run), 0) for run in phases}
+    times: dict[str, EpochTimes] = {}
+    for run in phases:
+        if left[run] and run.recipe.name not in times:
+            times[run.recipe.name] = measure_epochs(run.recipe, corpus, resources)
+
+    def plan(run: Run) -> RunPlan:
+        known = times.get(run.recipe.name)
+        seconds = 0.0 if known is None else known.train if run.phase == "train" else known.finetune
+        return RunPlan(epoch_seconds=seconds, epochs_left=left[run])
+
+    return {run: plan(run) for run in phases}
+
+
+def _epochs_done(run: Run) -> int:
+    path = run.path / "records.jsonl"
+    if not path.is_file():
+        return 0
+    records = [record for record in read(path, malformed="skip") if record.kind == EpochRecord.KIND]
+    return max((record.payload_as(EpochRecord).epoch for record in records), default=0)
+
+
+def _seconds_of_all(plans: Mapping[Run, RunPlan], resources: Resources) -> float:
+    """Phase by phase: finetuning begins when all runs are trained."""
+    total = 0.0
+    for phase in ("train", "finetune"):
+        seconds = [plan.seconds for run, plan in plans.items() if run.phase == phase]
+        # No sooner than the longest run, and no sooner than all of them at so many at once.
+        total += max(max(seconds, default=0.0), sum(seconds) / resources.at_once)
+    return total
+
+
+def _foretold(plans: Mapping[Run, RunPlan], seconds: float, resources: Resources) -> str:
+    if not seconds:
+        return "All runs are trained already; what is left is to measure them."
+    left = sum(plan.epochs_left for plan in plans.values())
+    company = f", {resources.at_once} runs at once" if resources.at_once > 1 else ""
+    return (
+        f"In all about {duration_text(seconds)} of training on this machine ({resources.device}{company}; {left:,} "
+        "epochs are left), as a few updates of each head tell."
     )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
@@ -17,7 +18,16 @@ from sigsoftmax.experiments.runs import Run
 from sigsoftmax.lm.training import PART, Progress
 from sigsoftmax.terminal import above_bars, clear_line, console
 
-__all__ = ["Display", "Watcher", "duration_text", "make_display", "perplexity_text", "watching"]
+__all__ = [
+    "Display",
+    "RunPlan",
+    "Watcher",
+    "WholeLine",
+    "duration_text",
+    "make_display",
+    "perplexity_text",
+    "watching",
+]
 
 REMEMBERED_EPOCHS = 5
 """the last epochs, whose mean length foretells the rest"""
@@ -25,6 +35,10 @@ UPDATE_LINE_SECONDS = 10.0
 """between two plain lines about updates: short epochs have a line of their own soon enough"""
 REFRESH_SECONDS = 0.1
 """between two looks at a bar: a person sees no more"""
+WHOLE_SECONDS = 10.0
+"""between two lines about all runs, in a file"""
+FORETELLS = 0.2
+"""of the work: once so much is done, what it took foretells the rest, and the plan no longer does"""
 
 
 class Watcher(Protocol):
@@ -259,6 +273,96 @@ class RichBars:
 
     def note(self, text: str) -> None:
         self._console.print(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run is expected to take."""
+
+    epoch_seconds: float
+    epochs_left: int
+
+    @property
+    def seconds(self) -> float:
+        return self.epochs_left * self.epoch_seconds
+
+
+class WholeLine:
+    """One line about many runs together: the share of the work that is done, the runs that have ended, the time left.
+
+    On a terminal the line changes in its place; in a file a new one is written now and then. ``seconds`` is what all
+    runs together are expected to take, less than the sum of the plans where several run at once.
+    """
+
+    def __init__(
+        self, plans: Mapping[Run, RunPlan], seconds: float, stream: TextIO, *, rest: float = WHOLE_SECONDS
+    ) -> None:
+        self._stream, self._changes = stream, stream.isatty()
+        self._rest = REFRESH_SECONDS if self._changes else rest
+        self._plans, self._planned = plans, seconds
+        self._left = {run: plan.seconds for run, plan in plans.items()}
+        self._open = set(plans)
+        self._notes: set[str] = set()
+        self._began = self._drawn = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._began = self._drawn = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clear()
+
+    def watch(self, run: Run, progress: Progress) -> None:
+        if progress.note is not None:
+            # Most of it holds for every run, as which recurrence they use.
+            if progress.note not in self._notes:
+                self._notes.add(progress.note)
+                self.note(progress.note)
+            return
+        done = progress.epoch if progress.record is not None else progress.epoch - 1 + progress.row / progress.rows
+        self._left[run] = max(progress.epochs - done, 0.0) * self._plans[run].epoch_seconds
+        self._draw()
+
+    def ended(self, run: Run) -> None:
+        """Nothing of this run remains to be done."""
+        self._left[run] = 0.0
+        self._open.discard(run)
+        self._draw()
+
+    def left_out(self, run: Run) -> None:
+        """A run that will not go on, or never begin."""
+        if run in self._open:
+            self.ended(run)
+
+    def note(self, text: str) -> None:
+        self._clear()
+        print(text, file=self._stream, flush=True)
+
+    @property
+    def line(self) -> str:
+        total = sum(plan.seconds for plan in self._plans.values())
+        done = 1.0 - min(sum(self._left.values()) / total, 1.0) if total else 1.0
+        weight = min(done / FORETELLS, 1.0)
+        by_pace = (time.monotonic() - self._began) / done if done else 0.0
+        left = (1.0 - done) * ((1.0 - weight) * self._planned + weight * by_pace)
+        # The phases of a run have one folder.
+        runs, going = {run.folder for run in self._plans}, {run.folder for run in self._open}
+        return f"{done:.0%} done, {len(runs - going)} of {len(runs)} runs ended, about {duration_text(left)} left"
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        if now - self._drawn < self._rest:
+            return
+        self._drawn = now
+        self._clear()
+        self._stream.write(self.line[: _terminal_width() - 1] if self._changes else f"{self.line}\n")
+        self._stream.flush()
+
+    def _clear(self) -> None:
+        if self._changes:
+            clear_line(self._stream)
 
 
 def _terminal_width() -> int:

@@ -31,7 +31,7 @@ from sigsoftmax.lm.training import resolve_device
 from sigsoftmax.lm.updates import Updater
 from sigsoftmax.lm.window_gradients import window_count
 
-__all__ = ["RunTimes", "measure_times"]
+__all__ = ["EpochTimes", "RunTimes", "measure_epochs", "measure_times"]
 
 WARM_UP = 3
 """updates that are slower than others: the first allocates, the second is captured"""
@@ -62,6 +62,34 @@ class RunTimes:
         return self.dynamic_statistics + self.dynamic_points * self.dynamic_point + self.dynamic_test
 
 
+@dataclass(frozen=True, kw_only=True)
+class EpochTimes:
+    """Seconds of an epoch of one run, training and validation, while as many runs as planned share the device."""
+
+    train: float
+    finetune: float
+
+
+def measure_epochs(recipe: Recipe, corpus: Corpus, resources: Resources) -> EpochTimes:
+    """From a few updates: seconds where an update takes that long, else less than one."""
+    device = resolve_device(resources.device)
+    lanes = resources.at_once if device.type == "cuda" else 1
+    with _threads_of_a_run(resources, device):
+        update, model = _update_seconds(recipe, corpus, resources, device)
+        validation = _evaluation_seconds(model, corpus.valid, recipe.training.evaluation_batch, resources)
+    return EpochTimes(
+        train=lanes * (_updates(recipe, recipe.training, corpus) * update + validation),
+        finetune=lanes * (_updates(recipe, recipe.finetuning, corpus) * update + validation),
+    )
+
+
+def _updates(recipe: Recipe, config: TrainingConfig, corpus: Corpus) -> int:
+    """The updates of an epoch."""
+    seed = recipe.seed if config.window_seed is None else config.window_seed
+    lengths = WindowLengths(seed, config.bptt, config.longest_window)
+    return sum(1 for _ in lengths.epoch(corpus.train.numel() // config.batch))
+
+
 def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTimes:
     """Takes some seconds, more where an update does."""
     device = resolve_device(resources.device)
@@ -72,19 +100,13 @@ def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTi
         one_column = _evaluation_seconds(model, corpus.valid, 1, resources) / sharing
         statistics, dynamic = _dynamic_seconds(recipe, corpus, model, resources)
 
-    def epoch(config: TrainingConfig) -> float:
-        seed = recipe.seed if config.window_seed is None else config.window_seed
-        lengths = WindowLengths(seed, config.bptt, config.longest_window)
-        updates = sum(1 for _ in lengths.epoch(corpus.train.numel() // config.batch))
-        return updates * update + validation
-
     settings = recipe.dynamic_evaluation
     windows = {split: window_count(corpus.split(split).numel(), settings.window) for split in ("valid", "test")}
     training_windows = window_count(corpus.train.numel() // settings.statistics_batch, settings.window)
     return RunTimes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        train_epoch=epoch(recipe.training),
-        finetune_epoch=epoch(recipe.finetuning),
+        train_epoch=_updates(recipe, recipe.training, corpus) * update + validation,
+        finetune_epoch=_updates(recipe, recipe.finetuning, corpus) * update + validation,
         evaluation=validation + one_column * (1.0 + corpus.test.numel() / corpus.valid.numel()),
         dynamic_statistics=statistics * training_windows,
         dynamic_point=dynamic * windows["valid"],

@@ -78,8 +78,6 @@ class Figure:
     """further settings, in plotly's words"""
     narrow_layout: Mapping[str, Any] = field(default_factory=dict)
     """what replaces them on a narrow screen"""
-    shows_table: bool = False
-    """whether its table is open from the start"""
 
     def to_json(self) -> dict[str, Any]:
         """What the script on the page needs."""
@@ -123,7 +121,7 @@ class Figure:
                 tag("summary", "Data of this figure"),
                 self.table.to_html(),
                 class_="data",
-                open=self.shows_table or not has_plots,
+                open=not has_plots,
             ),
             made_by(self.environments),
             id=self.id,

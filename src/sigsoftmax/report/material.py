@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,8 +24,18 @@ from sigsoftmax.records.training import (
     RunIdentity,
 )
 from sigsoftmax.report.loading import Entry, Loaded
+from sigsoftmax.report.theme import same_head
 
-__all__ = ["Material", "changes", "corpus_label", "run_label", "setting_label"]
+__all__ = [
+    "Material",
+    "changes",
+    "corpus_label",
+    "differing",
+    "run_label",
+    "setting_label",
+    "setting_labels",
+    "setting_parts",
+]
 
 M = TypeVar("M", bound=Measured)
 
@@ -112,9 +122,29 @@ def run_label(run: RunIdentity) -> str:
 
 def setting_label(run: RunIdentity) -> str:
     """The same where the head is said beside it: a recipe that is named for its head goes without saying."""
+    return ", ".join(setting_parts(run))
+
+
+def setting_parts(run: RunIdentity) -> tuple[str, ...]:
     head = re.escape(run.head.partition("(")[0])
     named_for_head = re.fullmatch(rf"[^-]+-{head}(-[\d.]+)?", run.recipe)
-    return ", ".join((*(() if named_for_head else (run.recipe,)), *changes(run)))
+    return (*(() if named_for_head else (run.recipe,)), *changes(run))
+
+
+def differing(descriptions: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Of each description the parts that not all of them have: what all have in common need not be said."""
+    common = set.intersection(*map(set, descriptions)) if descriptions else set()
+    return [tuple(part for part in parts if part not in common) for parts in descriptions]
+
+
+def setting_labels(runs: Sequence[RunIdentity]) -> list[str]:
+    """What tells runs of the same head apart, for each of them; empty where a head has one setting."""
+    labels = [""] * len(runs)
+    for head in {same_head(run.head) for run in runs}:
+        places = [place for place, run in enumerate(runs) if same_head(run.head) == head]
+        for place, parts in zip(places, differing([setting_parts(runs[place]) for place in places]), strict=True):
+            labels[place] = ", ".join(parts)
+    return labels
 
 
 def changes(run: RunIdentity) -> tuple[str, ...]:

@@ -17,7 +17,17 @@ from sigsoftmax.report.markup import Markup, join, script_json, tag
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.provenance import origins
 from sigsoftmax.report.section import Absent, Section
-from sigsoftmax.report.sections import audits, benchmarks, capacity, comparison, learning, reproduction, spectra, sweeps
+from sigsoftmax.report.sections import (
+    audits,
+    benchmarks,
+    capacity,
+    comparison,
+    learning,
+    reproduction,
+    spectra,
+    sweeps,
+    verdict,
+)
 from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table
 from sigsoftmax.report.theme import Looks, stylesheet_variables
 
@@ -34,6 +44,7 @@ def render(loaded: Loaded, *, title: str) -> str:
     """The whole page."""
     material = Material.of(loaded)
     looks = Looks([*material.published_heads(), *material.heads()])
+    first = verdict.section(material, looks)
     parts: list[Section | Absent] = [
         reproduction.section(material, looks),
         spectra.section(material, looks),
@@ -48,10 +59,11 @@ def render(loaded: Loaded, *, title: str) -> str:
         # Then the comparison is what the page is about.
         parts.sort(key=lambda part: not (isinstance(part, Section) and part.id == "comparison"))
     sections = [part for part in parts if isinstance(part, Section)]
-    absent = [part for part in parts if isinstance(part, Absent)]
+    absent = [part for part in (first, *parts) if isinstance(part, Absent)]
     sections += [section for section in (_problems(loaded, material), _leftovers(loaded.left())) if section]
     sections.insert(0, _runs(loaded))
     overview = _overview(sections)
+    opening = [first] if isinstance(first, Section) else []
     plotly = plotly_script()
     scripts = [script for script in (plotly, _asset("page.js") if plotly else None) if script]
     body = join(
@@ -59,10 +71,11 @@ def render(loaded: Loaded, *, title: str) -> str:
         _header(loaded, title),
         tag(
             "div",
-            _contents(sections, absent, has_overview=overview is not None),
+            _contents(opening, sections, absent, has_overview=overview is not None),
             tag(
                 "main",
                 tag("p", NO_PLOTLY, class_="warning", role="note") if plotly is None else None,
+                [section.to_html() for section in opening],
                 overview,
                 [section.to_html(has_plots=plotly is not None) for section in sections],
                 id="content",
@@ -150,8 +163,11 @@ def _header(loaded: Loaded, title: str) -> Markup:
     )
 
 
-def _contents(sections: Sequence[Section], absent: Sequence[Absent], *, has_overview: bool) -> Markup:
-    links = [("overview", "In short")] if has_overview else []
+def _contents(
+    opening: Sequence[Section], sections: Sequence[Section], absent: Sequence[Absent], *, has_overview: bool
+) -> Markup:
+    links = [(section.id, section.title) for section in opening]
+    links += [("overview", "In short")] if has_overview else []
     links += [(section.id, section.title) for section in sections]
     missing = [tag("li", part.title, tag("code", part.command)) for part in absent]
     return tag(

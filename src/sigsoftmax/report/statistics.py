@@ -49,6 +49,14 @@ class Sample:
     def standard_error(self) -> float | None:
         return None if self.deviation is None else self.deviation / math.sqrt(self.count)
 
+    def interval(self, confidence: float = 1.0 - SIGNIFICANCE) -> tuple[float, float] | None:
+        """Student's interval of the mean; None with fewer runs than one is given for, and where a run is not finite."""
+        error = self.standard_error
+        if error is None or not math.isfinite(error) or self.count < LEAST_SEEDS:
+            return None
+        half = student_quantile(0.5 + 0.5 * confidence, self.count - 1) * error
+        return self.mean - half, self.mean + half
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -127,25 +135,15 @@ class PairedDifference:
         return perplexity(self.mean) - 1.0
 
     @property
-    def half_interval(self) -> float | None:
-        """None with fewer pairs than an interval is given for."""
-        error = self.sample.standard_error
-        if error is None or len(self.seeds) < LEAST_SEEDS:
-            return None
-        return student_quantile(0.5 + 0.5 * self.confidence, self.sample.count - 1) * error
-
-    @property
     def interval(self) -> tuple[float, float] | None:
-        half = self.half_interval
-        return None if half is None else (self.mean - half, self.mean + half)
+        """None with fewer pairs than an interval is given for."""
+        return self.sample.interval(self.confidence)
 
     @property
     def is_resolved(self) -> bool | None:
         """Whether the interval leaves out zero; None where there is no interval."""
-        half = self.half_interval
-        if half is None or not math.isfinite(half):
-            return None
-        return abs(self.mean) > half
+        interval = self.interval
+        return None if interval is None else not interval[0] <= 0.0 <= interval[1]
 
 
 def seeds_to_resolve(gap: float, first_deviation: float, second_deviation: float) -> int | None:

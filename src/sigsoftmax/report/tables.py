@@ -16,12 +16,15 @@ from sigsoftmax.report.statistics import Sample
 __all__ = [
     "DASH",
     "MINUS",
+    "NO_BREAK",
     "TIMES",
     "Cell",
     "Column",
     "Row",
     "Table",
     "count_text",
+    "interval_text",
+    "listed",
     "number_text",
     "plain_text",
     "power_text",
@@ -34,6 +37,8 @@ __all__ = [
 ]
 
 DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
+NO_BREAK = "\u00a0"
+"""a space at which a page begins no new line"""
 SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
@@ -51,8 +56,9 @@ class Cell:
 @dataclass(frozen=True)
 class Column:
     title: str
-    kind: Literal["number", "words", "label"] = "number"
-    """numbers stand to the right, words may break, a label does not"""
+    kind: Literal["number", "interval", "words", "label"] = "number"
+    """numbers stand to the right, an interval below its number where there is no room beside it; words may break, a
+    label does not"""
     group: str = ""
     """a heading over neighbouring columns that share it"""
 
@@ -132,24 +138,40 @@ class Table:
         return tag("tr", cells, class_=row.class_)
 
     def to_text(self) -> str:
-        lines = [[f"{c.title}, {c.group}" if c.group else c.title for c in self.columns]]
+        lines = [[column.title for column in self.columns]]
         indent = "  " if any(row.is_heading for row in self.rows) else ""
         for row in self.rows:
             texts = [cell if isinstance(cell, str) else cell.text for cell in row.cells]
+            texts = [text.replace(NO_BREAK, " ") for text in texts]
             lines.append(texts if row.is_heading else [indent + texts[0], *texts[1:]])
         full = [line for line in lines if len(line) == len(self.columns)]
         sizes = [max(len(line[place]) for line in full) for place in range(len(self.columns))]
+        groups = self._widened_groups(sizes)
         written = [
             "  ".join(
-                text.rjust(size) if column.kind == "number" else text.ljust(size)
+                text.rjust(size) if column.kind in ("number", "interval") else text.ljust(size)
                 # A heading has one text and no columns.
                 for text, size, column in zip(line, sizes, self.columns, strict=False)
             ).rstrip()
             for line in lines
         ]
-        rule = "-" * max(map(len, written))
+        rule = "-" * max(map(len, [*written, *groups]))
         notes = [plain_text(note) for note in self.notes]
-        return "\n".join([self.caption, rule, written[0], rule, *written[1:], rule, *notes])
+        return "\n".join([self.caption, rule, *groups, written[0], rule, *written[1:], rule, *notes])
+
+    def _widened_groups(self, sizes: list[int]) -> list[str]:
+        """The line of headings over columns, if there are any; ``sizes`` grow where a heading is wider than its own."""
+        if not any(column.group for column in self.columns):
+            return []
+        parts = []
+        for name, places in itertools.groupby(range(len(sizes)), key=lambda place: self.columns[place].group):
+            here = list(places)
+            width = sum(sizes[place] for place in here) + 2 * (len(here) - 1)
+            sizes[here[0]] += max(len(name) - width, 0)
+            width = max(width, len(name))
+            shown = f" {name} " if name and len(name) + 2 <= width else name
+            parts.append(shown.center(width, "-" if name else " "))
+        return ["  ".join(parts).rstrip()]
 
 
 def plain_text(child: Child) -> str:
@@ -187,6 +209,18 @@ def sample_text(sample: Sample | None, decimals: int = 2) -> str:
     if sample.deviation is None or not math.isfinite(sample.deviation):
         return f"{sample.mean:,.{decimals}f}"
     return f"{sample.mean:,.{decimals}f} ± {sample.deviation:,.{decimals}f}"
+
+
+def interval_text(ends: tuple[float, float], form: str) -> str:
+    """In brackets that stay on one line."""
+    low, high = (format(end, form).replace("-", MINUS) for end in ends)
+    return f"({low}{NO_BREAK}to{NO_BREAK}{high})"
+
+
+def listed(items: Sequence[str], most: int = 8) -> str:
+    """With semicolons between; of many, how many more there are."""
+    shown = list(items) if len(items) <= most else [*items[: most - 1], f"and {len(items) - most + 1} more"]
+    return "; ".join(shown)
 
 
 def power_text(exponent: int) -> str:

@@ -77,3 +77,28 @@ def test_settings_of_one_head_share_its_colour_and_differ_in_dash(tmp_path):
     assert looks[0].slot == looks[1].slot
     assert looks[0].dash != looks[1].dash
     assert [switch.label for switch in figure.legend] == ["softmax", "softmax, bf16"]
+
+
+def test_a_summary_says_once_what_holds_for_all_and_names_settings_only_where_they_differ(tmp_path):
+    def of(head, value, **changes):
+        made = [record for seed in (1, 2) for record in curve(head, seed, [300, value + seed])]
+        return [dataclasses.replace(p, run=dataclasses.replace(p.run, **changes)) for p in made]
+
+    common = {"overrides": ("training.epochs=2", "training.batch=8"), "precision": "bf16"}
+    made = section_of(learning, [*of("softmax", 200, **common), *of("sigsoftmax", 190, **common)], tmp_path)
+    assert made.figures[0].summary == (
+        "Least validation perplexity (2 seeds, 2 epochs): sigsoftmax 191.5 ± 0.71; softmax 201.5 ± 0.71."
+    )
+    other = of("softmax", 180, **{**common, "overrides": ("training.epochs=2", "training.batch=16")})
+    made = section_of(learning, [*of("softmax", 200, **common), *other], tmp_path)
+    assert [s.label for s in made.figures[0].legend] == ["softmax, training.batch=8", "softmax, training.batch=16"]
+
+
+def test_a_summary_of_many_settings_stays_short(tmp_path):
+    payloads = []
+    for batch in range(20):
+        run = synthetic_runs.identity("softmax", 1, overrides=(f"training.batch={batch}",))
+        payloads += [dataclasses.replace(p, run=run) for p in curve("softmax", 1, [300, 200 + batch])]
+    summary = section_of(learning, payloads, tmp_path).figures[0].summary
+    assert summary.endswith("; and 13 more.")
+    assert len(summary) < 400

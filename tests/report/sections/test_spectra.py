@@ -6,6 +6,7 @@ import pytest
 from tests.report import synthetic_runs
 from tests.report.sections.making import drawn, rows_of, section_of, table_of
 
+from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.spectra import Spectrum
 from sigsoftmax.report.sections import spectra
 
@@ -27,6 +28,33 @@ def test_thresholds_and_the_noise_floor_are_drawn(tmp_path):
     assert floors[0]["y"] == pytest.approx([2.0 * (2e-9 + 1e-9)] * 2)
     # What lies below the floor is a trace of its own.
     assert [t["name"] for t in drawn(figure, "noise") if "below" in t["name"]] == ["softmax, below its noise floor"]
+
+
+def seeds_of(head: str, rank: int, seeds: tuple[int, ...], **changes) -> list[ModelSpectrum]:
+    return [
+        ModelSpectrum(
+            run=synthetic_runs.identity(head, seed, phase="finetune", **changes),
+            split="test",
+            spectrum=synthetic_runs.spectrum(f"{head} {seed}", rank + seed),
+        )
+        for seed in seeds
+    ]
+
+
+def test_ranks_are_told_by_head_and_labels_say_only_what_differs(tmp_path):
+    common = {"overrides": ("training.epochs=4", "finetuning.epochs=2"), "precision": "bf16"}
+    payloads = [*seeds_of("softmax", 400, (1, 2, 3), **common), *seeds_of("sigsoftmax", 1300, (1, 2, 3), **common)]
+    made = section_of(spectra, payloads, tmp_path)
+    figure = made.figures[0]
+    assert "Ranks by the paper's threshold: softmax 401 to 403 (3 seeds); sigsoftmax 1,301 to 1,303" in figure.summary
+    assert "seed 1" not in figure.summary + made.findings[0]
+    assert "epochs" not in figure.summary + made.findings[0]
+    assert "softmax 401 to 403, sigsoftmax 1,301 to 1,303 by the paper's" in made.findings[0]
+    assert [switch.label for switch in figure.legend][:3] == [f"softmax, seed {seed}" for seed in (1, 2, 3)]
+    longer = seeds_of("softmax", 500, (1,), **{**common, "overrides": ("training.epochs=8", "finetuning.epochs=2")})
+    made = section_of(spectra, [*payloads, *longer], tmp_path)
+    assert made.figures[0].legend[-1].label == "softmax (training.epochs=8)"
+    assert "softmax (training.epochs=4) 401 to 403 (3 seeds); " in made.figures[0].summary
 
 
 def test_a_cliff_is_drawn_where_it_is():

@@ -11,7 +11,7 @@ from sigsoftmax.records.training import EpochRecord, RunIdentity
 from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, line, numbers, thinned
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.markup import plot_text, tag
-from sigsoftmax.report.material import Material, corpus_label, run_label, setting_label
+from sigsoftmax.report.material import Material, corpus_label, run_label, setting_label, setting_labels
 from sigsoftmax.report.section import Absent, Block, Section
 from sigsoftmax.report.statistics import Sample, perplexity
 from sigsoftmax.report.tables import (
@@ -21,6 +21,7 @@ from sigsoftmax.report.tables import (
     Row,
     Table,
     count_text,
+    listed,
     number_text,
     range_text,
     seconds_text,
@@ -99,12 +100,13 @@ def _groups(entries: Sequence[Entry[EpochRecord]], looks: Looks) -> list[Group]:
         group = found.setdefault(key, Group(run, looks[run.head].label, looks[run.head]))
         group.seeds.setdefault(run.seed, {})[entry.payload.epoch] = entry.payload
     heads = [same_head(group.run.head) for group in found.values()]
+    labels = setting_labels([group.run for group in found.values()])
     dashes = ("solid", "dash", "dashdot", "longdash")
     for place, group in enumerate(found.values()):
         head = same_head(group.run.head)
         if heads.count(head) > 1:
             # Several settings of one head: the same colour, told apart by dash and words.
-            group.label = ", ".join(filter(None, (group.look.label, setting_label(group.run))))
+            group.label = ", ".join(filter(None, (group.look.label, labels[place])))
             dash = dashes[heads[:place].count(head) % len(dashes)]
             group.look = Look(group.label, group.look.slot, dash, group.look.width)
     return list(found.values())
@@ -237,15 +239,24 @@ def _best(group: Group) -> Sample:
 
 
 def _summary(groups: Sequence[Group]) -> str:
+    """One entry for a head and setting; what holds for all of them is said once."""
+    shown = [group for group in groups if group.common]
+    if not shown:
+        return "No epoch is common to all seeds."
+    extents = [_extent(group) for group in shown]
+    is_common = len(set(extents)) == 1
     parts = []
-    for group in groups:
-        if not group.common:
-            continue
+    for group, extent in sorted(zip(shown, extents, strict=True), key=lambda pair: _best(pair[0]).mean):
         best = _best(group)
         spread = "" if best.deviation is None else f" ± {best.deviation:.2f}"
-        seeds = f"{best.count} seeds" if best.count > 1 else "one seed"
-        parts.append(f"{group.label} {number_text(best.mean)}{spread} ({seeds}, {group.common[-1]} epochs)")
-    return "Least validation perplexity: " + "; ".join(parts) + "." if parts else "No epoch is common to all seeds."
+        parts.append(f"{group.label} {number_text(best.mean)}{spread}" + ("" if is_common else f" ({extent})"))
+    common = f" ({extents[0]})" if is_common else ""
+    return f"Least validation perplexity{common}: {listed(parts)}."
+
+
+def _extent(group: Group) -> str:
+    seeds = f"{len(group.seeds)} seeds" if len(group.seeds) > 1 else "one seed"
+    return f"{seeds}, {group.common[-1]} epochs"
 
 
 def _gate(corpus: str, group: Group) -> str | None:

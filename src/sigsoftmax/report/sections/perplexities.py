@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sigsoftmax.records import Environment, paper
 from sigsoftmax.records.paper import PublishedTable, Split, Stage
-from sigsoftmax.records.training import DynamicEvaluationRecord, RunIdentity
+from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, RunIdentity
 from sigsoftmax.report.material import Material, changes, run_label, setting_label
 from sigsoftmax.report.statistics import LEAST_SEEDS, POWER, SIGNIFICANCE, Gap, Sample, perplexity
 from sigsoftmax.report.tables import DASH, MINUS, Cell, Column, Row, Table, range_text, sample_text, signed_text
@@ -44,6 +44,8 @@ class Variant:
     not_finetuned: set[Place] = field(default_factory=set)
     """where some model was evaluated dynamically without having been finetuned, as the paper's were"""
     environments: list[Environment] = field(default_factory=list)
+    epochs: dict[int, list[EpochRecord]] = field(default_factory=dict)
+    """of all phases, by seed"""
 
     def sample(self, place: Place) -> Sample | None:
         found = self.perplexities.get(place)
@@ -73,6 +75,7 @@ def collect(material: Material) -> dict[str, list[Variant]]:
         seeds[run.seed] = min(seeds.get(run.seed, math.inf), perplexity(epoch.payload.valid_loss))
         variant(run).unfinished.add((stage, "valid"))
         variant(run).environments.append(epoch.environment)
+        variant(run).epochs.setdefault(run.seed, []).append(epoch.payload)
     evaluated: dict[tuple[int, Place, int], int] = {}
     for evaluation in material.evaluations:
         payload = evaluation.payload

@@ -12,7 +12,7 @@ from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.spectra import RULES, RankBounds, Spectrum
 from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, line, threshold_line
 from sigsoftmax.report.loading import Entry
-from sigsoftmax.report.material import Material, corpus_label, setting_label
+from sigsoftmax.report.material import Material, corpus_label, differing, setting_label, setting_parts
 from sigsoftmax.report.section import Absent, Block, Section
 from sigsoftmax.report.tables import (
     DASH,
@@ -21,6 +21,7 @@ from sigsoftmax.report.tables import (
     Row,
     Table,
     count_text,
+    listed,
     number_text,
     range_text,
     seconds_text,
@@ -42,6 +43,7 @@ RULE_WORDS = {
     "press64": "Press, float64",
     "noise": "noise floor",
 }
+PHASES = {"train": "not finetuned", "finetune": "finetuned"}
 OTHER_SLOTS = (4, 1, 5, 6, 2, 3, 7, 8, 9, 11, 0)
 """colours of matrices that belong to no head"""
 
@@ -53,6 +55,8 @@ class Curve:
     name: str
     look: Look
     spectrum: Spectrum
+    group: str = ""
+    """the name without the seed, for what is said of all seeds of a head; empty: the name"""
 
 
 def is_usable(spectrum: Spectrum) -> bool:
@@ -114,15 +118,26 @@ def _by_matrix(entries: Sequence[Entry[ModelSpectrum]]) -> dict[tuple[str, str, 
 
 
 def _model_curves(entries: Sequence[Entry[ModelSpectrum]], looks: Looks) -> list[Curve]:
-    heads = [same_head(entry.payload.run.head) for entry in entries]
+    runs = [entry.payload.run for entry in entries]
+    settings = differing([(*setting_parts(run), PHASES.get(run.phase, run.phase)) for run in runs])
+    groups = [
+        looks[run.head].label + (f" ({', '.join(setting)})" if setting else "")
+        for run, setting in zip(runs, settings, strict=True)
+    ]
     curves = []
-    for entry, head in zip(entries, heads, strict=True):
-        run, look = entry.payload.run, looks[head]
-        name = look.label
-        if heads.count(head) > 1:
-            name = ", ".join(filter(None, (name, setting_label(run), run.phase, f"seed {run.seed}")))
-        curves.append(Curve(name, Look(name, look.slot, look.dash, look.width), entry.payload.spectrum))
+    for entry, group in zip(entries, groups, strict=True):
+        run, look = entry.payload.run, looks[entry.payload.run.head]
+        name = f"{group}, seed {run.seed}" if groups.count(group) > 1 else group
+        curves.append(Curve(name, Look(name, look.slot, look.dash, look.width), entry.payload.spectrum, group))
     return curves
+
+
+def _by_group(curves: Sequence[Curve]) -> dict[str, list[Spectrum]]:
+    """All seeds of a head together."""
+    groups: dict[str, list[Spectrum]] = {}
+    for curve in curves:
+        groups.setdefault(curve.group or curve.name, []).append(curve.spectrum)
+    return groups
 
 
 def _plain_curves(spectra: Sequence[Spectrum]) -> list[Curve]:
@@ -247,8 +262,9 @@ def _summary(curves: Sequence[Curve]) -> str:
     if len(curves) == 1:
         ranks = f"Rank by the paper's threshold: {rank_text(some, 'press32')}."
     else:
-        each = "; ".join(f"{curve.name} {rank_text(curve.spectrum, 'press32')}" for curve in curves)
-        ranks = f"Ranks by the paper's threshold: {each}."
+        groups = _by_group(curves).items()
+        each = [f"{name} {_ranks_text(s) if len(s) > 1 else rank_text(s[0], 'press32')}" for name, s in groups]
+        ranks = f"Ranks by the paper's threshold: {listed(each)}."
     faint = any(value <= curve.spectrum.noise_floor for curve in curves for value in curve.spectrum.singular_values)
     noise = " Faint dots lie below the noise floor of their spectrum." if faint else ""
     return f"{some.words:,} words, {some.contexts:,} contexts. {ranks}{noise}"
@@ -289,14 +305,21 @@ def _ranks_table(caption: str, curves: Sequence[Curve]) -> Table:
 
 def _findings(curves: Sequence[Curve], where: str) -> list[str]:
     """How far a rank is a matter of the threshold; said only if it is."""
-    usable = [curve for curve in curves if is_usable(curve.spectrum)]
-    counted = {rule: [(curve.name, curve.spectrum.count(rule).rank) for curve in usable] for rule in RULES}
-    known = {rule: ranks for rule, ranks in counted.items() if any(rank is not None for _, rank in ranks)}
-    if len({tuple(ranks) for ranks in known.values()}) < 2:
+    groups = _by_group([curve for curve in curves if is_usable(curve.spectrum)])
+    counted = {
+        rule: [(name, [spectrum.count(rule).rank for spectrum in found]) for name, found in groups.items()]
+        for rule in RULES
+    }
+    known = {
+        rule: [(name, range_text(ranks)) for name, ranks in found if any(rank is not None for rank in ranks)]
+        for rule, found in counted.items()
+    }
+    if len({tuple(ranks) for ranks in known.values() if ranks}) < 2:
         return []
     parts = [
-        ", ".join(f"{name} {rank:,}" for name, rank in ranks if rank is not None) + f" by {RULE_WORDS[rule]}"
-        for rule, ranks in known.items()
+        f"{', '.join(f'{name} {ranks}' for name, ranks in found)} by {RULE_WORDS[rule]}"
+        for rule, found in known.items()
+        if found
     ]
     before = f"{where}: " if where else ""
     return [sentence(f"{before}ranks are a matter of the threshold: {'; '.join(parts)}.")]
@@ -325,7 +348,7 @@ def tables(material: Material, looks: Looks) -> list[Table]:
                 same = (label, phase, split, corpus)
                 chosen = [m.spectrum for m in own if (setting_label(m.run), m.run.phase, m.split, m.run.corpus) == same]
                 cells.append(_ranks_text(chosen))
-            state = {"finetune": "finetuned", "train": "not finetuned"}.get(phase, phase)
+            state = PHASES.get(phase, phase)
             rows.append(Row((", ".join(filter(None, ("ours", label, state, split))), *cells), class_="ours"))
     columns = [Column("Source", "label")]
     columns += [Column(label) for label in paper.CORPORA.values()]
@@ -343,6 +366,7 @@ def tables(material: Material, looks: Looks) -> list[Table]:
 
 
 def _ranks_text(spectra: Sequence[Spectrum]) -> str:
+    """Of all seeds of a head: least to most."""
     counts = [s.count("press32") for s in spectra if is_usable(s)]
     ranks = sorted(count.rank for count in counts if count.rank is not None)
     if not ranks:

@@ -1,0 +1,238 @@
+"""Heads ranked over seeds: one table for terminal and page, in which sizes stand before intervals.
+
+A ranking holds runs that may be compared: one text, one budget, one precision, one quantity. Differences between heads
+are taken seed by seed. What follows from a ranking is said in :mod:`sigsoftmax.report.verdicts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from sigsoftmax.report.statistics import SIGNIFICANCE, PairedDifference, Sample, perplexity
+from sigsoftmax.report.tables import (
+    DASH,
+    NO_BREAK,
+    Cell,
+    Column,
+    Row,
+    Table,
+    interval_text,
+    number_text,
+    range_text,
+    sample_text,
+    seconds_text,
+    sentence,
+    signed_text,
+)
+from sigsoftmax.report.theme import Looks, head_label, swatch
+
+__all__ = ["BASELINE", "CONFIDENCE", "KL", "RankedHead", "Ranking", "named_cell", "nats_text", "percent_text"]
+
+BASELINE = "softmax"
+CONFIDENCE = f"{100.0 * (1.0 - SIGNIFICANCE):g} %"
+KL = "KL to the truth"
+AGAINST = "against softmax"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedHead:
+    """A head with all its seeds."""
+
+    head: str
+    values: Mapping[int, float]
+    """what heads are ranked by, in nats, by seed: less is better"""
+    losses: Mapping[int, float]
+    """whose exp is the perplexity that is shown, in nats, by seed"""
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    """of training and validation, by seed, where they are on record"""
+    epochs: Mapping[int, int] = field(default_factory=dict)
+    """by seed, where they are on record"""
+    parameters: frozenset[int] = frozenset()
+
+    @property
+    def label(self) -> str:
+        return head_label(self.head)
+
+    @property
+    def is_scale_control(self) -> bool:
+        """softmax of scaled logits: whatever it reaches too is no merit of another function."""
+        return self.head.startswith(f"{BASELINE}(")
+
+    @cached_property
+    def level(self) -> Sample:
+        return Sample.of(list(self.values.values()))
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.level.mean)
+
+    @property
+    def perplexities(self) -> Sample:
+        return Sample.of([perplexity(loss) for loss in self.losses.values()])
+
+    @property
+    def mean_seconds(self) -> float | None:
+        return sum(self.seconds.values()) / len(self.seconds) if self.seconds else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Heads on one text under one budget."""
+
+    heads: Sequence[RankedHead]
+    """the best first, as :meth:`of` puts them"""
+    quantity: str
+    """what ``values`` are: the KL to the truth wherever it is known, else a loss"""
+    perplexity_of: str
+    """what ``losses`` are of, as ``test``"""
+    subject: tuple[str, ...]
+    """text, recipe, changes, precision: what runs of another ranking may have otherwise"""
+    extent: str = ""
+    """how much of it there is: epochs, updates, seeds"""
+    entropy_rate: float | None = None
+    """of the truth, where it is known"""
+    notes: tuple[str, ...] = ()
+    """further notes under the table"""
+
+    @classmethod
+    def of(cls, heads: Sequence[RankedHead], **fields: object) -> Ranking:
+        ordered = sorted(heads, key=lambda head: head.level.mean if head.is_finite else math.inf)
+        return cls(heads=ordered, **fields)  # type: ignore[arg-type]
+
+    @property
+    def has_truth(self) -> bool:
+        return self.quantity == KL
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({seed for head in self.heads for seed in head.values})
+
+    @property
+    def baseline(self) -> RankedHead | None:
+        return self.named(BASELINE)
+
+    def named(self, name: str) -> RankedHead | None:
+        return next((head for head in self.heads if head.head == name), None)
+
+    @property
+    def comparisons_made(self) -> int:
+        """How many heads one of them is compared with: intervals are widened so that they hold together."""
+        return max(len(self.heads) - 1, 1)
+
+    def difference(self, head: RankedHead, other: RankedHead) -> PairedDifference | None:
+        """By how many nats a head lies above another, seed by seed; None without a seed that both have.
+
+        Whoever compares seven heads and looks at the best has made six comparisons. By Bonferroni's inequality the
+        intervals of all six hold together with 95 % if each has 1 - 0.05 / 6.
+        """
+        return PairedDifference.of(head.values, other.values, 1.0 - SIGNIFICANCE / self.comparisons_made)
+
+    @cached_property
+    def differences(self) -> dict[str, PairedDifference]:
+        """Of each head from softmax; none where softmax was not trained."""
+        if self.baseline is None:
+            return {}
+        others = [head for head in self.heads if head is not self.baseline]
+        found = {head.head: self.difference(head, self.baseline) for head in others}
+        return {head: difference for head, difference in found.items() if difference is not None}
+
+    # --- the table ------------------------------------------------------------------------------------------------
+
+    @property
+    def caption(self) -> str:
+        text, *recipe = self.subject
+        return "; ".join(filter(None, (sentence(text), ", ".join(recipe), self.extent)))
+
+    def table(self, looks: Looks | None = None) -> Table:
+        """The heads, the best first; with looks, each has its swatch on a page."""
+        has_intervals = any(difference.interval for difference in self.differences.values())
+        columns = [Column("Output function", "label"), Column("Seeds")]
+        if self.has_truth:
+            columns.append(Column(f"{KL} (nats)", "interval"))
+        kind: Literal["number", "interval"] = "number" if self.has_truth else "interval"
+        columns.append(Column(f"{sentence(self.perplexity_of)} perplexity", kind))
+        if self.differences:
+            columns += [Column("Nats", "interval", AGAINST), Column("Perplexity", group=AGAINST)]
+        if has_intervals:
+            columns.append(Column("Resolved", "label", AGAINST))
+        columns += [Column("Time"), Column("Parameters")]
+        rows = [self._row(head, looks, has_intervals=has_intervals) for head in self.heads]
+        if self.entropy_rate is not None:
+            cells = ["the truth", DASH, "0", number_text(perplexity(self.entropy_rate))]
+            cells = cells if self.has_truth else [*cells[:2], cells[3]]
+            rows.insert(0, Row([*cells, *[DASH] * (len(columns) - len(cells))], class_="published"))
+        return Table(caption=self.caption, columns=columns, rows=rows, notes=[*self._notes(has_intervals), *self.notes])
+
+    def _row(self, head: RankedHead, looks: Looks | None, *, has_intervals: bool) -> Row:
+        cells: list[Cell | str] = [named_cell(head.head, looks), str(len(head.values))]
+        if self.has_truth:
+            # The perplexity follows from the KL but for the luck of the words that were drawn: one interval is enough.
+            spread = head.perplexities if head.level.interval() is None else Sample(head.perplexities.mean, None, 1)
+            cells += [_level_text(head.level, 4), sample_text(spread)]
+        else:
+            cells.append(_level_text(head.perplexities, 2))
+        difference = self.differences.get(head.head)
+        if self.differences:
+            cells += [nats_text(difference), percent_text(difference)]
+        if has_intervals:
+            cells.append(DASH if difference is None else {True: "yes", False: "no", None: DASH}[difference.is_resolved])
+        return Row([*cells, seconds_text(head.mean_seconds), range_text(head.parameters)])
+
+    def _notes(self, has_intervals: bool) -> list[str]:
+        notes = []
+        if any(head.level.interval() for head in self.heads):
+            notes.append(
+                f"In brackets: Student's {CONFIDENCE} interval of the mean over seeds. Such intervals may overlap "
+                "where differences, which are taken seed by seed, are resolved."
+            )
+        if any(len(head.values) > 1 and not head.level.interval() for head in self.heads):
+            notes.append("±: standard deviation over seeds.")
+        if self.differences:
+            notes.append(
+                f"Against softmax: mean over pairs of the same seed of the {self.quantity} less that of softmax, "
+                "and what it is in percent of perplexity. Below zero is better than softmax."
+            )
+        if has_intervals:
+            together = f", widened so that all {self.comparisons_made} hold together" if len(self.heads) > 2 else ""
+            notes.append(
+                f"The interval of a difference is Student's, {CONFIDENCE}{together}. Resolved: it leaves out zero."
+            )
+        if any(len(head.values) < len(self.seeds) for head in self.heads):
+            notes.append("The heads have different seeds; a difference is over those that both have.")
+        if any(head.seconds for head in self.heads):
+            notes.append("Time: training and validation of a run, as measured beside whatever else the machine did.")
+        return notes
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def named_cell(head: str, looks: Looks | None) -> Cell | str:
+    return head_label(head) if looks is None else Cell(looks[head].label, swatch(looks[head]))
+
+
+def _level_text(sample: Sample, decimals: int) -> str:
+    """Mean and interval; where there is none, mean and standard deviation."""
+    interval = sample.interval()
+    if interval is None:
+        return sample_text(sample, decimals).replace(" ", NO_BREAK)
+    return f"{sample_text(Sample(sample.mean, None, 1), decimals)} {interval_text(interval, f',.{decimals}f')}"
+
+
+def nats_text(difference: PairedDifference | None) -> str:
+    """The size, and its interval where there is one."""
+    if difference is None:
+        return DASH
+    size = signed_text(difference.mean, ".4f")
+    return size if difference.interval is None else f"{size} {interval_text(difference.interval, '+.4f')}"
+
+
+def percent_text(difference: PairedDifference | None) -> str:
+    if difference is None:
+        return DASH
+    change = 100.0 * difference.perplexity_change
+    return f"{signed_text(change, '.2f' if abs(change) < 1.0 else '.1f')} %"

@@ -1,0 +1,234 @@
+"""What the page opens with: heads ranked, and which of them the records speak for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+
+from sigsoftmax.records import paper
+from sigsoftmax.records.paper import Stage
+from sigsoftmax.records.sweeps import TrialRecord
+from sigsoftmax.records.training import EpochRecord, RunIdentity
+from sigsoftmax.report.comparisons import comparisons
+from sigsoftmax.report.markup import Markup, join, tag
+from sigsoftmax.report.material import Material, corpus_label, differing
+from sigsoftmax.report.rankings import KL, RankedHead, Ranking
+from sigsoftmax.report.section import Absent, Block, Section
+from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant, collect
+from sigsoftmax.report.statistics import LEAST_SEEDS
+from sigsoftmax.report.tables import listed, range_text, sentence
+from sigsoftmax.report.theme import Looks, same_head
+from sigsoftmax.report.verdicts import QUESTION, verdict
+
+__all__ = ["rankings", "section"]
+
+SHOWN = 3
+"""Rankings that are open; further ones are folded."""
+COMMAND = "sigsoftmax compare --seeds 1,2,3"
+NO_TWO = f"These records do not say: no two heads were trained on one text under one budget. `{COMMAND}` trains some."
+
+
+def section(material: Material, looks: Looks) -> Section | Absent:
+    found = rankings(material)
+    if not found:
+        return Absent(QUESTION, COMMAND)
+    ranked = [ranking for ranking in found if len(ranking.heads) > 1]
+    alone = [ranking for ranking in found if len(ranking.heads) == 1]
+    findings: list[str] = []
+    blocks: list[Block] = []
+    if len(ranked) > 1:
+        blocks = _several(ranked, looks)
+    elif ranked:
+        findings, blocks = verdict(ranked[0]), [ranked[0].table(looks)]
+    else:
+        findings = [NO_TWO]
+    if alone:
+        blocks.append(tag("p", f"Not ranked, for want of a second head: {_alone(alone)}.", class_="note"))
+    return Section(
+        id="verdict",
+        title=QUESTION,
+        short="Verdict",
+        lead="Heads that were trained on one text under one budget, the best first. The answer is computed from the "
+        "records and ends where they do.",
+        findings=findings,
+        blocks=blocks,
+        key_findings=0,
+    )
+
+
+def _several(found: Sequence[Ranking], looks: Looks) -> list[Block]:
+    """Each ranking for itself, under what tells it from the others; then why they are apart."""
+    names = [", ".join(parts) or ranking.extent for parts, ranking in zip(_differences(found), found, strict=True)]
+    shown: list[Block] = [
+        join(
+            # A field of a recipe keeps its spelling.
+            tag("h3", name if "=" in name.partition(",")[0] else sentence(name)),
+            tag("ul", [tag("li", text) for text in verdict(ranking)], class_="findings"),
+            ranking.table(looks).to_html(),
+        )
+        for name, ranking in zip(names, found, strict=True)
+    ]
+    if len(shown) > SHOWN:
+        folded = [block for block in shown[SHOWN:] if isinstance(block, Markup)]
+        shown = [*shown[:SHOWN], tag("details", tag("summary", f"{len(folded)} more rankings"), folded)]
+    texts = len({ranking.subject[0] for ranking in found})
+    if texts > 1:
+        reason = "a loss on one text says nothing about a loss on another."
+        shown.append(tag("p", f"The records are of {texts} texts, each ranked for itself: {reason}", class_="note"))
+    if len(found) > texts:
+        reason = "part of a difference between them would be the length or the setting."
+        text = f"Runs of different lengths or settings are ranked for themselves: {reason}"
+        shown.append(tag("p", text, class_="note"))
+    return shown
+
+
+def _differences(found: Sequence[Ranking]) -> list[tuple[str, ...]]:
+    return differing([ranking.subject for ranking in found])
+
+
+def _alone(found: Sequence[Ranking]) -> str:
+    return listed([", ".join((ranking.heads[0].label, *ranking.subject)) for ranking in found])
+
+
+# --- rankings ---------------------------------------------------------------------------------------------------------
+
+
+def rankings(material: Material) -> list[Ranking]:
+    """Of all runs on record; those first that can resolve something, then those of more heads."""
+    found = [comparison.ranking for comparison in comparisons(entry.payload for entry in material.comparisons)]
+    compared = {_identity(entry.payload.run) for entry in material.comparisons}
+    trials = [entry.payload for entry in material.trials if _identity(entry.payload.run) not in compared]
+    found += _of_trials(trials)
+    compared |= {_identity(trial.run) for trial in trials}
+    found += _of_training(material, compared)
+    return sorted(found, key=lambda ranking: (len(ranking.seeds) < LEAST_SEEDS, -len(ranking.heads)))
+
+
+def _identity(run: RunIdentity) -> Hashable:
+    """A run in all its phases."""
+    return run.recipe, run.overrides, same_head(run.head), run.corpus_checksum, run.precision, run.seed
+
+
+def _subject(run: RunIdentity, changes: Sequence[str] = ()) -> tuple[str, ...]:
+    """What two heads must share to be compared: the text, and all that was set but for the head."""
+    changed = sorted({change for change in (*run.overrides, *changes) if not change.startswith("model.head")})
+    precision = () if run.precision == "float32" else (run.precision,)
+    return corpus_label(run.corpus), f"{run.recipe.partition('-')[0]} recipes", *changed, *precision
+
+
+def _extent(heads: Sequence[RankedHead]) -> str:
+    seeds = len({seed for head in heads for seed in head.values})
+    epochs = [epoch for head in heads for epoch in head.epochs.values()]
+    length = f"{range_text(epochs)} epochs, " if epochs else ""
+    return f"{length}{seeds} seed{'s' if seeds > 1 else ''}"
+
+
+def _of_trials(trials: Sequence[TrialRecord]) -> list[Ranking]:
+    """Trials of sweeps, those at one point of the grid together."""
+    groups: dict[Hashable, dict[str, list[TrialRecord]]] = {}
+    for trial in trials:
+        key = (_subject(trial.run, trial.point), trial.run.corpus_checksum, trial.run.phase)
+        groups.setdefault(key, {}).setdefault(same_head(trial.run.head), []).append(trial)
+    found = []
+    for heads in groups.values():
+        every = [trial for its in heads.values() for trial in its]
+        by_kl = all(trial.kl is not None for trial in every)
+        rates = {trial.entropy_rate for trial in every if trial.entropy_rate is not None}
+        ranked = [_ranked_trials(head, its, by_kl=by_kl) for head, its in heads.items()]
+        found.append(
+            Ranking.of(
+                ranked,
+                quantity=KL if by_kl else "test loss",
+                perplexity_of="test",
+                subject=_subject(every[0].run, every[0].point),
+                extent=_extent(ranked),
+                entropy_rate=rates.pop() if len(rates) == 1 else None,
+            )
+        )
+    return found
+
+
+def _ranked_trials(head: str, trials: Sequence[TrialRecord], *, by_kl: bool) -> RankedHead:
+    losses = {trial.run.seed: trial.test_loss for trial in trials}
+    return RankedHead(
+        head=head,
+        values={trial.run.seed: math.nan if trial.kl is None else trial.kl for trial in trials} if by_kl else losses,
+        losses=losses,
+        seconds={trial.run.seed: trial.seconds for trial in trials},
+        epochs={trial.run.seed: trial.epochs for trial in trials},
+        parameters=frozenset(trial.run.parameters for trial in trials),
+    )
+
+
+def _of_training(material: Material, compared: set[Hashable]) -> list[Ranking]:
+    """Trained models at the last stage that most heads have reached, but for runs that a comparison has ranked."""
+    groups: dict[Hashable, dict[str, Variant]] = {}
+    for variants in collect(material).values():
+        for variant in variants:
+            seeds = {seed for values in variant.perplexities.values() for seed in values}
+            if all((*_identity_but_seed(variant.run), seed) in compared for seed in seeds):
+                continue
+            key = (_subject(variant.run), variant.run.corpus_checksum)
+            groups.setdefault(key, {}).setdefault(same_head(variant.run.head), variant)
+    return [_ranked_training(heads) for heads in groups.values()]
+
+
+def _identity_but_seed(run: RunIdentity) -> tuple[Hashable, ...]:
+    return run.recipe, run.overrides, same_head(run.head), run.corpus_checksum, run.precision
+
+
+def _ranked_training(heads: Mapping[str, Variant]) -> Ranking:
+    places: list[Place] = [(stage, split) for stage in paper.STAGES for split in paper.SPLITS]
+    place = max(reversed(places), key=lambda place: _reached(heads, place))
+    stage, split = place
+    shown = {head: variant for head, variant in heads.items() if place in variant.perplexities}
+    ranked = [_ranked_variant(head, variant, place) for head, variant in shown.items()]
+    notes = []
+    if any(place in variant.unfinished for variant in shown.values()):
+        notes.append("The perplexity is the least of the epochs on record where there is no evaluation of the run.")
+    if missing := [same_head(variant.run.head) for head, variant in heads.items() if head not in shown]:
+        notes.append(f"Without a perplexity at this stage: {', '.join(missing)}.")
+    later = [STAGE_TITLES[one] for one, _ in places[places.index(place) + 1 :] if one != stage and _has(heads, one)]
+    if later:
+        notes.append(f"On record for fewer heads or seeds, and so not ranked by: {', '.join(dict.fromkeys(later))}.")
+    return Ranking.of(
+        ranked,
+        quantity=f"{SPLIT_TITLES[split].lower()} loss",
+        perplexity_of=SPLIT_TITLES[split].lower(),
+        subject=(*_subject(next(iter(shown.values())).run), STAGE_TITLES[stage]),
+        extent=_extent(ranked),
+        notes=tuple(notes),
+    )
+
+
+def _has(heads: Mapping[str, Variant], stage: Stage) -> bool:
+    return any(one == stage for variant in heads.values() for one, _ in variant.perplexities)
+
+
+def _reached(heads: Mapping[str, Variant], place: Place) -> tuple[int, bool]:
+    """How many heads have come there, and whether with seeds enough: the last stage where most have is ranked by."""
+    counts = [len(variant.perplexities[place]) for variant in heads.values() if place in variant.perplexities]
+    return len(counts), sum(count >= LEAST_SEEDS for count in counts) > 1
+
+
+def _ranked_variant(head: str, variant: Variant, place: Place) -> RankedHead:
+    losses = {seed: _log(value) for seed, value in variant.perplexities[place].items()}
+    phases = ("train",) if place[0] == "trained" else ("train", "finetune")
+    epochs: dict[int, list[EpochRecord]] = {}
+    for seed in losses:
+        own = [epoch for epoch in variant.epochs.get(seed, ()) if epoch.run.phase in phases]
+        if own:
+            epochs[seed] = own
+    return RankedHead(
+        head=head,
+        values=losses,
+        losses=losses,
+        seconds={seed: sum(e.seconds_training + e.seconds_validation for e in own) for seed, own in epochs.items()},
+        epochs={seed: len(own) for seed, own in epochs.items()},
+        parameters=frozenset({variant.run.parameters}),
+    )
+
+
+def _log(perplexity: float) -> float:
+    """The loss in nats again."""
+    return math.log(perplexity) if perplexity > 0.0 else -math.inf

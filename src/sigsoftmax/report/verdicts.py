@@ -1,0 +1,220 @@
+"""Which head a ranking speaks for, in sentences that go as far as its records and no further.
+
+The first sentence is the answer. Each sentence after it says one thing that bounds it: too few seeds, heads that the
+seeds do not tell apart, the control for scale or the want of one, runs of different lengths, a head that came to no
+finite number, the price. No sentence is by the rank of a matrix: a higher rank does not by itself lower the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sigsoftmax.report.rankings import BASELINE, RankedHead, Ranking, percent_text
+from sigsoftmax.report.statistics import LEAST_SEEDS, PairedDifference
+from sigsoftmax.report.tables import NO_BREAK, interval_text, range_text, seconds_text
+
+__all__ = ["QUESTION", "verdict"]
+
+QUESTION = "Which head should I use?"
+CONTROL = "softmax(alpha=1.5)"
+"""a control for scale to name where there is none on record"""
+
+
+def verdict(ranking: Ranking) -> list[str]:
+    """The answer, then what bounds it."""
+    if len(ranking.heads) < 2:
+        return [f"Only {_names(ranking.heads)} was trained under this budget, so there is nothing to choose between."]
+    found = [_answer(ranking), _seeds(ranking), _not_told_apart(ranking), _scale(ranking), _lengths(ranking)]
+    found += [_not_finite(ranking), _price(ranking)]
+    return [text for text in found if text]
+
+
+# --- what the seeds resolve -------------------------------------------------------------------------------------------
+
+
+def _is_lower(ranking: Ranking, head: RankedHead, other: RankedHead) -> bool:
+    """Whether the seeds resolve that a head lies below another."""
+    difference = ranking.difference(head, other)
+    return difference is not None and bool(difference.is_resolved) and difference.mean < 0.0
+
+
+def _pairs(ranking: Ranking) -> int:
+    """The most seeds that any two heads have in common."""
+    heads = ranking.heads
+    shared = [len(set(a.values) & set(b.values)) for place, a in enumerate(heads) for b in heads[place + 1 :]]
+    return max(shared)
+
+
+def _can_resolve(ranking: Ranking) -> bool:
+    return _pairs(ranking) >= LEAST_SEEDS
+
+
+def _better_than_softmax(ranking: Ranking) -> list[RankedHead]:
+    baseline = ranking.baseline
+    return [] if baseline is None else [head for head in ranking.heads if _is_lower(ranking, head, baseline)]
+
+
+def _leaders(ranking: Ranking) -> list[RankedHead]:
+    """The best by its mean, and all that the seeds do not tell apart from it."""
+    best, *others = ranking.heads
+    return [best, *(head for head in others if head.is_finite and not _is_lower(ranking, best, head))]
+
+
+def _recommended(ranking: Ranking) -> list[RankedHead]:
+    """Heads that these records speak for: softmax, unless a head is resolved to be better than it."""
+    if not (_can_resolve(ranking) and ranking.heads[0].is_finite):
+        return []
+    leaders, baseline = _leaders(ranking), ranking.baseline
+    if baseline is None:
+        return leaders
+    better = _better_than_softmax(ranking)
+    return [head for head in leaders if head in better] or better or [baseline]
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+
+def _answer(ranking: Ranking) -> str:
+    best = ranking.heads[0]
+    if not best.is_finite:
+        return f"These records speak for no head: none has a finite {ranking.quantity}."
+    lowest = f"{best.label} has the lowest {ranking.quantity}, {best.level.mean:.4f} nats: {_ahead(ranking)}."
+    chosen = _recommended(ranking)
+    if not chosen:
+        return lowest
+    # What was measured bounds the answer: another text or a longer training may give another.
+    scope = f"as far as these records go ({ranking.subject[0]}, {ranking.extent})"
+    if [head.head for head in chosen] == [BASELINE]:
+        return f"Keep softmax, {scope}: no head is resolved to be better than it. {lowest}"
+    if ranking.baseline is None:
+        reason = "the others are resolved to be worse" if len(chosen) == 1 else "the seeds do not tell them apart"
+        return f"Use {_names(chosen, 'or')}, {scope}: {reason}; softmax was not trained. {lowest}"
+    resolved = "is resolved" if len(chosen) == 1 else "are resolved"
+    return f"Use {_names(chosen, 'or')}, {scope}: {_names(chosen)} {resolved} to be better than softmax. {lowest}"
+
+
+def _ahead(ranking: Ranking) -> str:
+    """How far the best lies from softmax, or from the next where it is softmax."""
+    best, baseline = ranking.heads[0], ranking.baseline
+    other = baseline if baseline not in (None, best) else ranking.heads[1]
+    assert other is not None
+    difference = ranking.difference(best, other)
+    if not other.is_finite:
+        return f"{other.label} came to no finite number"
+    if difference is None:
+        return f"no seed is common to it and {other.label}"
+    return _effect(ranking, difference, other)
+
+
+def _seeds(ranking: Ranking) -> str | None:
+    pairs = _pairs(ranking)
+    if pairs >= LEAST_SEEDS:
+        return None
+    have = {0: "Without a seed that two heads share", 1: "With one seed"}.get(pairs, f"With {pairs} seeds")
+    return (
+        f"{have} nothing can be resolved, so no head is recommended: how far another seed would move one is not known. "
+        "Three are the least that say anything (--seeds 1,2,3), and a small difference needs more."
+    )
+
+
+def _not_told_apart(ranking: Ranking) -> str | None:
+    """Heads whose difference from the best has an interval with zero in it."""
+    if not (_can_resolve(ranking) and ranking.heads[0].is_finite):
+        return None
+    best, *others = _leaders(ranking)
+    if not others:
+        return f"{best.label} is resolved from each of the other heads." if len(ranking.heads) > 2 else None
+    judged = {head.head: ranking.difference(head, best) for head in others}
+    unjudged = [head for head in others if (found := judged[head.head]) is None or found.interval is None]
+    overlapping = [head for head in others if head not in unjudged]
+    parts = [f"the seeds do not tell it apart from {_names(overlapping)}"] if overlapping else []
+    parts += [f"for {_names(unjudged)} there are too few seeds in common"] if unjudged else []
+    return f"{best.label} is the best by its mean, but {'; '.join(parts)}."
+
+
+def _scale(ranking: Ranking) -> str | None:
+    """sigsoftmax has a slope between 1 and 2: what a softmax of scaled logits reaches too is no merit of its shape."""
+    controls = [head for head in ranking.heads if head.is_scale_control and head.is_finite]
+    baseline = ranking.baseline if ranking.baseline is not None and ranking.baseline.is_finite else None
+    others = [head for head in ranking.heads if head.head != BASELINE and not head.is_scale_control and head.is_finite]
+    if not others:
+        return None
+    if not controls:
+        return (
+            f"No control for scale is on record, as {CONTROL}: whether softmax of scaled logits would do as well is "
+            "not known."
+        )
+    control = controls[0]
+    # The best of the others, and sigsoftmax, for which the control was thought of.
+    compared = [head for head in others if head is others[0] or head.head == "sigsoftmax"]
+    parts = []
+    if baseline is not None and (against := ranking.difference(control, baseline)) is not None:
+        parts.append(f"{control.label} is {_effect(ranking, against, baseline)}")
+    for head in compared:
+        difference = ranking.difference(head, control)
+        if difference is not None:
+            parts.append(f"{head.label} is {_effect(ranking, difference, control)}")
+    if not parts:
+        return f"The control for scale is {control.label}; it has no seed in common with the other heads."
+    return f"The control for scale: {'; '.join(parts)}."
+
+
+def _lengths(ranking: Ranking) -> str | None:
+    lengths = {frozenset(head.epochs.values()) for head in ranking.heads}
+    if frozenset() in lengths:
+        return "How long some of these runs were is not on record, so a difference may be one of length."
+    if len(lengths) == 1:
+        return None
+    epochs = range_text(epoch for found in lengths for epoch in found)
+    return f"The runs are of different lengths, {epochs} epochs: part of a difference may be the length."
+
+
+def _not_finite(ranking: Ranking) -> str | None:
+    found = [head for head in ranking.heads if not head.is_finite]
+    if not found or not ranking.heads[0].is_finite:
+        return None
+    return f"{_names(found)} came to no finite number in some run and {'stand' if len(found) > 1 else 'stands'} last."
+
+
+def _price(ranking: Ranking) -> str | None:
+    """Parameters and time beside softmax's, of the heads that the answer names."""
+    baseline = ranking.baseline
+    named = [head for head in (_recommended(ranking) or ranking.heads[:1]) if head is not baseline]
+    if baseline is None or not named:
+        return None
+    parts = []
+    for head in named:
+        facts = []
+        if head.parameters:
+            facts.append(f"{range_text(head.parameters)} parameters")
+        if head.mean_seconds is not None:
+            facts.append(f"{seconds_text(head.mean_seconds)} a run")
+        if facts:
+            parts.append(f"{head.label} {' and '.join(facts)}")
+    own = [f"{range_text(baseline.parameters)}"] if baseline.parameters else []
+    own += [seconds_text(baseline.mean_seconds)] if baseline.mean_seconds is not None else []
+    return f"The price: {'; '.join(parts)}, against softmax's {' and '.join(own)}." if parts and own else None
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _names(heads: Sequence[RankedHead], last: str = "and") -> str:
+    labels = [head.label for head in heads]
+    return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} {last} {labels[-1]}"
+
+
+def _effect(ranking: Ranking, difference: PairedDifference, other: RankedHead) -> str:
+    """The size first, then its interval and whether it is resolved."""
+    direction = "below" if difference.mean < 0.0 else "above"
+    share = ""
+    if ranking.has_truth and other.is_finite and other.level.mean > 0.0:
+        share = f", {100.0 * abs(difference.mean) / other.level.mean:.1f} % of its KL"
+    size = (
+        f"{abs(difference.mean):.4f} nats {direction} {other.label} ({percent_text(difference)} in perplexity{share})"
+    )
+    if difference.interval is None:
+        return size
+    resolved = "resolved" if difference.is_resolved else "not resolved"
+    interval = interval_text(difference.interval, "+.4f").strip("()").replace(NO_BREAK, " ")
+    return f"{size}, interval {interval}, {resolved} by {len(difference.seeds)} seeds"
