@@ -109,7 +109,7 @@ def test_the_words_name_the_table_and_its_files(two_seeds):
     )
     assert "2 epochs" in said[2]
     assert "standard deviation over seeds" in said[2]
-    assert said[3].startswith("Validation perplexity and rank")
+    assert said[3].startswith("Perplexity and rank")
     assert said[4].startswith("Which head should I use?\n- ")
     assert "With 2 seeds nothing can be resolved, so no head is recommended" in said[4]
     assert "No control for scale is on record" in said[4]

@@ -314,7 +314,7 @@ def test_what_a_screen_reader_is_told(tab):
     plot = tab.page.locator("#learning-1-plot")
     assert plot.get_attribute("aria-label").startswith("Penn Treebank: training. Arrow keys move")
     described = plot.get_attribute("aria-describedby")
-    assert "Least validation perplexity: softmax" in tab.page.locator(f"#{described}").text_content()
+    assert "Least validation perplexity: MoSS(K=15)" in tab.page.locator(f"#{described}").text_content()
     tab.figure("learning-1").get_by_text("Data of this figure").press("Enter")
     table = tab.figure("learning-1").get_by_role("table", name="Penn Treebank, training: perplexity by epoch")
     assert table.get_by_role("row").count() == 2 + 24

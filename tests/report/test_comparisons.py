@@ -1,6 +1,7 @@
 """Comparisons of heads: which records belong together, and what is made of them."""
 
 import dataclasses
+import math
 
 import pytest
 from tests.report import synthetic_runs
@@ -52,7 +53,7 @@ def test_a_group_does_not_depend_on_what_varies_with_the_seed():
     assert len({r.updates for r in records}) == 2
     found = only(records)
     assert found.seeds == [1, 2]
-    assert "1,001 to 1,002 updates, 2 seeds" in found.ranking.caption
+    assert "6 epochs, 2 seeds, 1,001 to 1,002 updates" in found.ranking.caption
     # With averaging that ends when it no longer helps, the epochs vary, too.
     stale = [dataclasses.replace(r, epochs=5 + r.run.seed) for r in records]
     assert only(stale).seeds == [1, 2]
@@ -86,17 +87,24 @@ def test_the_best_head_stands_first_everywhere():
     found = only(heads(TWO))
     assert [contender.head for contender in found.contenders] == ["mos(K=4)", "sigsoftmax", "softmax"]
     assert [head.head for head in found.ranking.heads] == ["mos(K=4)", "sigsoftmax", "softmax"]
-    assert list(cells(found.ranks_table())) == ["MoS(K=4)", "sigsoftmax", "softmax"]
+    assert list(cells(found.details())) == ["the truth", "MoS(K=4)", "sigsoftmax", "softmax"]
 
 
 def test_without_a_truth_losses_are_compared():
     assert only(heads(TWO)).ranking.quantity == "KL to the truth"
     ranking = only(heads(TWO, truth=False)).ranking
-    assert (ranking.quantity, ranking.entropy_rate) == ("test loss", None)
+    assert ranking.quantity == "test loss"
     assert ranking.heads[0].values == {1: 3.5 + 0.2855, 2: 3.5 + 0.3116}
     # One record without a KL, and none of them is compared by it.
     mixed = [record("softmax", 0.4), record("mos(K=4)", 0.3, truth=False)]
     assert only(mixed).ranking.quantity == "test loss"
+
+
+def test_the_truth_stands_beside_the_perplexities():
+    shown = cells(only(heads(TWO)).details())
+    assert shown["the truth"]["Test perplexity"] == f"{math.exp(3.5):.2f}"
+    assert shown["softmax"]["Test perplexity"].startswith(f"{(math.exp(3.9714) + math.exp(4.0318)) / 2:.2f} ± ")
+    assert "the truth" not in cells(only(heads(TWO, truth=False)).details())
 
 
 def test_time_parameters_and_lengths_come_from_the_records():
@@ -113,4 +121,4 @@ def test_ranks_are_beside_the_loss():
         "The 2 heads of full or almost full rank have a KL to the truth from 0.3000 to 0.5000 nats: a higher rank does "
         "not by itself lower it."
     )
-    assert cells(only(full).ranks_table())["sigsoftmax"]["Rank"] == "200"
+    assert cells(only(full).details())["sigsoftmax"]["Rank"] == "200"

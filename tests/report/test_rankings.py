@@ -27,14 +27,14 @@ def ranked(head, values, *, epochs=6, **changes):
 
 def ranking(levels, **fields):
     heads = [level if isinstance(level, RankedHead) else ranked(head, level) for head, level in levels.items()]
-    given = {"quantity": KL, "perplexity_of": "test", "subject": ("a text", "language recipes"), "extent": "6 epochs"}
-    return Ranking.of(heads, **{**given, "entropy_rate": ENTROPY_RATE, **fields})
+    given = {"quantity": KL, "perplexity_of": "test", "subject": ("a text", "language recipes")}
+    return Ranking.of(heads, **{**given, **fields})
 
 
 def by_loss(levels, **fields):
     """A ranking without a truth."""
     heads = {head: ranked(head, values, losses=dict(enumerate(values, 1))) for head, values in levels.items()}
-    return ranking(heads, quantity="test loss", entropy_rate=None, **fields)
+    return ranking(heads, quantity="test loss", **fields)
 
 
 def cells(table) -> dict[str, dict[str, str]]:
@@ -50,7 +50,7 @@ def plain(text: str) -> str:
 def test_the_best_head_stands_first():
     found = ranking(TWO)
     assert [head.head for head in found.heads] == ["mos(K=4)", "sigsoftmax", "softmax"]
-    assert list(cells(found.table())) == ["the truth", "MoS(K=4)", "sigsoftmax", "softmax"]
+    assert list(cells(found.table())) == ["MoS(K=4)", "sigsoftmax", "softmax"]
 
 
 def test_two_seeds_have_sizes_and_no_interval_however_near_they_fall():
@@ -115,6 +115,9 @@ def test_heads_with_different_seeds_are_compared_on_those_they_share():
     assert shown["gss(k=0)"]["Resolved, against softmax"] == "–"
     assert shown["gss(k=0.2)"]["Nats, against softmax"] == "–"
     assert "different seeds" in found.table().to_text()
+    assert [row["Seeds"] for row in shown.values()] == ["1", "1", "3", "3", "3"]
+    assert "Seeds" not in cells(ranking(THREE).table())["softmax"]
+    assert "3 seeds" in ranking(THREE).caption
 
 
 def test_without_a_truth_perplexities_have_the_interval():

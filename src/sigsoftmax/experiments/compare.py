@@ -207,7 +207,7 @@ def _say(comparison: Comparison, own: list[ComparisonRecord], say: Say) -> None:
         runs = "1 run" if earlier == 1 else f"{earlier} runs"
         say(f"With {runs} of earlier comparisons in this folder under the same budget.")
     say(comparison.ranking.table().to_text())
-    say(comparison.ranks_table().to_text())
+    say(comparison.details().to_text())
     said = [*verdict(comparison.ranking), *comparison.findings()]
     say("\n".join([QUESTION, *(f"- {text}" for text in said)]))
 

@@ -14,7 +14,7 @@ from sigsoftmax.records.training import Budget, ComparisonRecord
 from sigsoftmax.report.material import corpus_label
 from sigsoftmax.report.rankings import KL, RankedHead, Ranking, named_cell
 from sigsoftmax.report.statistics import Sample, perplexity
-from sigsoftmax.report.tables import Column, Row, Table, number_text, range_text, sample_text
+from sigsoftmax.report.tables import DASH, Column, Row, Table, number_text, range_text, sample_text
 from sigsoftmax.report.theme import Looks, same_head
 
 __all__ = ["Comparison", "Contender", "comparisons"]
@@ -82,22 +82,15 @@ class Comparison:
         """By the distance to the truth wherever it is known for all."""
         by_kl = all(record.kl is not None for record in self.records)
         run, words = self.records[0].run, self.records[0].words
-        rates = {record.entropy_rate for record in self.records if record.entropy_rate is not None}
         seeds = len({record.run.seed for record in self.records})
-        extent = (
-            f"{range_text(record.epochs for record in self.records)} epochs",
-            f"{range_text(record.updates for record in self.records)} updates",
-            f"{seeds} seed{'s' if seeds > 1 else ''}",
-        )
         recipe = (f"{self.budget.setting} recipes", *self.budget.changes)
         precision = () if run.precision == "float32" else (run.precision,)
         return Ranking.of(
             [contender.ranked(by_kl=by_kl) for contender in self.unordered],
             quantity=KL if by_kl else "test loss",
             perplexity_of="test",
-            subject=(f"{corpus_label(run.corpus)}, {words:,} words", *recipe, *precision),
-            extent=", ".join(extent),
-            entropy_rate=rates.pop() if len(rates) == 1 else None,
+            subject=(corpus_label(run.corpus), f"{words:,} words", *recipe, *precision),
+            updates=range_text(record.updates for record in self.records),
             notes=self._position_note(by_kl=by_kl, seeds=seeds),
         )
 
@@ -117,24 +110,29 @@ class Comparison:
         by_head = {contender.head: contender for contender in self.unordered}
         return [by_head[head.head] for head in self.ranking.heads]
 
-    def ranks_table(self, looks: Looks | None = None) -> Table:
-        """Ranks of the log-output matrices of the same heads, in the same order, with their validation perplexity."""
+    def details(self, looks: Looks | None = None) -> Table:
+        """Perplexities of the same heads in the same order, and the ranks of their log-output matrices."""
         rows = []
+        rates = {record.entropy_rate for record in self.records if record.entropy_rate is not None}
+        if len(rates) == 1:
+            rows.append(Row(("the truth", number_text(perplexity(rates.pop())), *[DASH] * 3), class_="published"))
         for contender in self.contenders:
+            test = sample_text(contender.sample(lambda record: perplexity(record.test_loss)))
             validation = sample_text(contender.sample(lambda record: perplexity(record.valid_loss)))
             bounds = range_text(record.rank_bound for record in contender.records.values())
-            rows.append(Row((named_cell(contender.head, looks), validation, range_text(contender.ranks), bounds)))
+            rows.append(Row((named_cell(contender.head, looks), test, validation, range_text(contender.ranks), bounds)))
         contexts = {record.contexts for record in self.records if record.contexts is not None}
         note = (
             f"Rank: singular values of the log-probabilities at {range_text(contexts)} test positions above the "
             "paper's threshold, 0.5 sqrt(M + T + 1) sigma_max eps32."
         )
-        columns = [Column("Output function", "label"), *map(Column, ("Validation perplexity", "Rank", "Rank bound"))]
+        notes = ["Perplexity: mean over seeds ± standard deviation."] if len(self.seeds) > 1 else []
+        titles = ("Test perplexity", "Validation perplexity", "Rank", "Rank bound")
         return Table(
-            caption="Validation perplexity and rank of the same heads",
-            columns=columns,
+            caption="Perplexity and rank of the same heads",
+            columns=[Column("Output function", "label"), *map(Column, titles)],
             rows=rows,
-            notes=[note] if contexts else (),
+            notes=[*notes, note] if contexts else notes,
         )
 
     def findings(self) -> list[str]:

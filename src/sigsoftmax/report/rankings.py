@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 from sigsoftmax.report.statistics import SIGNIFICANCE, PairedDifference, Sample, perplexity
 from sigsoftmax.report.tables import (
@@ -21,7 +20,6 @@ from sigsoftmax.report.tables import (
     Row,
     Table,
     interval_text,
-    number_text,
     range_text,
     sample_text,
     seconds_text,
@@ -91,10 +89,8 @@ class Ranking:
     """what ``losses`` are of, as ``test``"""
     subject: tuple[str, ...]
     """text, recipe, changes, precision: what runs of another ranking may have otherwise"""
-    extent: str = ""
-    """how much of it there is: epochs, updates, seeds"""
-    entropy_rate: float | None = None
-    """of the truth, where it is known"""
+    updates: str = ""
+    """of a run, where they are on record"""
     notes: tuple[str, ...] = ()
     """further notes under the table"""
 
@@ -140,47 +136,48 @@ class Ranking:
         found = {head.head: self.difference(head, self.baseline) for head in others}
         return {head: difference for head, difference in found.items() if difference is not None}
 
+    @property
+    def extent(self) -> str:
+        """How long the runs are, and how many seeds there are."""
+        epochs = [epoch for head in self.heads for epoch in head.epochs.values()]
+        length = f"{range_text(epochs)} epochs, " if epochs else ""
+        return f"{length}{len(self.seeds)} seed{'s' if len(self.seeds) > 1 else ''}"
+
     # --- the table ------------------------------------------------------------------------------------------------
 
     @property
     def caption(self) -> str:
         text, *recipe = self.subject
-        return "; ".join(filter(None, (sentence(text), ", ".join(recipe), self.extent)))
+        extent = f"{self.extent}, {self.updates} updates" if self.updates else self.extent
+        return "; ".join(filter(None, (sentence(text), ", ".join(recipe), extent)))
 
     def table(self, looks: Looks | None = None) -> Table:
         """The heads, the best first; with looks, each has its swatch on a page."""
         has_intervals = any(difference.interval for difference in self.differences.values())
-        columns = [Column("Output function", "label"), Column("Seeds")]
-        if self.has_truth:
-            columns.append(Column(f"{KL} (nats)", "interval"))
-        kind: Literal["number", "interval"] = "number" if self.has_truth else "interval"
-        columns.append(Column(f"{sentence(self.perplexity_of)} perplexity", kind))
+        counts = [len(head.values) for head in self.heads]
+        columns = [Column("Output function", "label")]
+        # Where all have as many the caption says so, and the table is the narrower.
+        columns += [Column("Seeds")] if len(set(counts)) > 1 else []
+        title = f"{KL} (nats)" if self.has_truth else f"{sentence(self.perplexity_of)} perplexity"
+        columns.append(Column(title, "interval"))
         if self.differences:
             columns += [Column("Nats", "interval", AGAINST), Column("Perplexity", group=AGAINST)]
         if has_intervals:
             columns.append(Column("Resolved", "label", AGAINST))
         columns += [Column("Time"), Column("Parameters")]
-        rows = [self._row(head, looks, has_intervals=has_intervals) for head in self.heads]
-        if self.entropy_rate is not None:
-            cells = ["the truth", DASH, "0", number_text(perplexity(self.entropy_rate))]
-            cells = cells if self.has_truth else [*cells[:2], cells[3]]
-            rows.insert(0, Row([*cells, *[DASH] * (len(columns) - len(cells))], class_="published"))
+        rows = []
+        for head in self.heads:
+            cells: list[Cell | str] = [named_cell(head.head, looks)]
+            cells += [str(len(head.values))] if len(set(counts)) > 1 else []
+            cells.append(_level_text(head.level, 4) if self.has_truth else _level_text(head.perplexities, 2))
+            difference = self.differences.get(head.head)
+            if self.differences:
+                cells += [nats_text(difference), percent_text(difference)]
+            if has_intervals:
+                resolved = None if difference is None else difference.is_resolved
+                cells.append({True: "yes", False: "no", None: DASH}[resolved])
+            rows.append(Row([*cells, seconds_text(head.mean_seconds), range_text(head.parameters)]))
         return Table(caption=self.caption, columns=columns, rows=rows, notes=[*self._notes(has_intervals), *self.notes])
-
-    def _row(self, head: RankedHead, looks: Looks | None, *, has_intervals: bool) -> Row:
-        cells: list[Cell | str] = [named_cell(head.head, looks), str(len(head.values))]
-        if self.has_truth:
-            # The perplexity follows from the KL but for the luck of the words that were drawn: one interval is enough.
-            spread = head.perplexities if head.level.interval() is None else Sample(head.perplexities.mean, None, 1)
-            cells += [_level_text(head.level, 4), sample_text(spread)]
-        else:
-            cells.append(_level_text(head.perplexities, 2))
-        difference = self.differences.get(head.head)
-        if self.differences:
-            cells += [nats_text(difference), percent_text(difference)]
-        if has_intervals:
-            cells.append(DASH if difference is None else {True: "yes", False: "no", None: DASH}[difference.is_resolved])
-        return Row([*cells, seconds_text(head.mean_seconds), range_text(head.parameters)])
 
     def _notes(self, has_intervals: bool) -> list[str]:
         notes = []

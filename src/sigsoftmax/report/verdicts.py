@@ -78,7 +78,8 @@ def _answer(ranking: Ranking) -> str:
     best = ranking.heads[0]
     if not best.is_finite:
         return f"These records speak for no head: none has a finite {ranking.quantity}."
-    lowest = f"{best.label} has the lowest {ranking.quantity}, {best.level.mean:.4f} nats: {_ahead(ranking)}."
+    level = f"has the lowest {ranking.quantity}, {best.level.mean:.4f} nats: {_ahead(ranking)}."
+    lowest = f"{best.label} {level}"
     chosen = _recommended(ranking)
     if not chosen:
         return lowest
@@ -86,9 +87,12 @@ def _answer(ranking: Ranking) -> str:
     scope = f"as far as these records go ({ranking.subject[0]}, {ranking.extent})"
     if [head.head for head in chosen] == [BASELINE]:
         return f"Keep softmax, {scope}: no head is resolved to be better than it. {lowest}"
+    if chosen == [best]:
+        missing = " softmax was not trained." if ranking.baseline is None else ""
+        return f"Use {best.label}, {scope}: it {level}{missing}"
     if ranking.baseline is None:
-        reason = "the others are resolved to be worse" if len(chosen) == 1 else "the seeds do not tell them apart"
-        return f"Use {_names(chosen, 'or')}, {scope}: {reason}; softmax was not trained. {lowest}"
+        names = _names(chosen, "or")
+        return f"Use {names}, {scope}: the seeds do not tell them apart; softmax was not trained. {lowest}"
     resolved = "is resolved" if len(chosen) == 1 else "are resolved"
     return f"Use {_names(chosen, 'or')}, {scope}: {_names(chosen)} {resolved} to be better than softmax. {lowest}"
 
@@ -103,7 +107,10 @@ def _ahead(ranking: Ranking) -> str:
         return f"{other.label} came to no finite number"
     if difference is None:
         return f"no seed is common to it and {other.label}"
-    return _effect(ranking, difference, other)
+    share = ""
+    if ranking.has_truth and other.level.mean > 0.0:
+        share = f", {100.0 * abs(difference.mean) / other.level.mean:.1f} % of its KL"
+    return _effect(difference, other, share)
 
 
 def _seeds(ranking: Ranking) -> str | None:
@@ -149,11 +156,11 @@ def _scale(ranking: Ranking) -> str | None:
     compared = [head for head in others if head is others[0] or head.head == "sigsoftmax"]
     parts = []
     if baseline is not None and (against := ranking.difference(control, baseline)) is not None:
-        parts.append(f"{control.label} is {_effect(ranking, against, baseline)}")
+        parts.append(f"{control.label} is {_effect(against, baseline)}")
     for head in compared:
         difference = ranking.difference(head, control)
         if difference is not None:
-            parts.append(f"{head.label} is {_effect(ranking, difference, control)}")
+            parts.append(f"{head.label} is {_effect(difference, control)}")
     if not parts:
         return f"The control for scale is {control.label}; it has no seed in common with the other heads."
     return f"The control for scale: {'; '.join(parts)}."
@@ -204,15 +211,11 @@ def _names(heads: Sequence[RankedHead], last: str = "and") -> str:
     return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} {last} {labels[-1]}"
 
 
-def _effect(ranking: Ranking, difference: PairedDifference, other: RankedHead) -> str:
+def _effect(difference: PairedDifference, other: RankedHead, share: str = "") -> str:
     """The size first, then its interval and whether it is resolved."""
     direction = "below" if difference.mean < 0.0 else "above"
-    share = ""
-    if ranking.has_truth and other.is_finite and other.level.mean > 0.0:
-        share = f", {100.0 * abs(difference.mean) / other.level.mean:.1f} % of its KL"
-    size = (
-        f"{abs(difference.mean):.4f} nats {direction} {other.label} ({percent_text(difference)} in perplexity{share})"
-    )
+    size = f"{abs(difference.mean):.4f} nats {direction} {other.label}"
+    size += f" ({percent_text(difference)} in perplexity{share})"
     if difference.interval is None:
         return size
     resolved = "resolved" if difference.is_resolved else "not resolved"

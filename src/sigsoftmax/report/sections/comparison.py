@@ -25,7 +25,7 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     findings: list[str] = []
     for number, comparison in enumerate(found, start=1):
         environments = [e.environment for e in material.comparisons if e.payload in comparison.records]
-        blocks += [_figure(f"comparison-{number}", comparison, looks, environments), comparison.ranks_table(looks)]
+        blocks += [_figure(f"comparison-{number}", comparison, looks, environments), comparison.details(looks)]
         sentences = comparison.findings()
         findings += [f"{comparison.ranking.caption}: {text}" for text in sentences] if len(found) > 1 else sentences
     return Section(

@@ -16,7 +16,7 @@ from sigsoftmax.report.rankings import KL, RankedHead, Ranking
 from sigsoftmax.report.section import Absent, Block, Section
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant, collect
 from sigsoftmax.report.statistics import LEAST_SEEDS
-from sigsoftmax.report.tables import listed, range_text, sentence
+from sigsoftmax.report.tables import listed, sentence
 from sigsoftmax.report.theme import Looks, same_head
 from sigsoftmax.report.verdicts import QUESTION, verdict
 
@@ -116,13 +116,6 @@ def _subject(run: RunIdentity, changes: Sequence[str] = ()) -> tuple[str, ...]:
     return corpus_label(run.corpus), f"{run.recipe.partition('-')[0]} recipes", *changed, *precision
 
 
-def _extent(heads: Sequence[RankedHead]) -> str:
-    seeds = len({seed for head in heads for seed in head.values})
-    epochs = [epoch for head in heads for epoch in head.epochs.values()]
-    length = f"{range_text(epochs)} epochs, " if epochs else ""
-    return f"{length}{seeds} seed{'s' if seeds > 1 else ''}"
-
-
 def _of_trials(trials: Sequence[TrialRecord]) -> list[Ranking]:
     """Trials of sweeps, those at one point of the grid together."""
     groups: dict[Hashable, dict[str, list[TrialRecord]]] = {}
@@ -133,7 +126,6 @@ def _of_trials(trials: Sequence[TrialRecord]) -> list[Ranking]:
     for heads in groups.values():
         every = [trial for its in heads.values() for trial in its]
         by_kl = all(trial.kl is not None for trial in every)
-        rates = {trial.entropy_rate for trial in every if trial.entropy_rate is not None}
         ranked = [_ranked_trials(head, its, by_kl=by_kl) for head, its in heads.items()]
         found.append(
             Ranking.of(
@@ -141,8 +133,6 @@ def _of_trials(trials: Sequence[TrialRecord]) -> list[Ranking]:
                 quantity=KL if by_kl else "test loss",
                 perplexity_of="test",
                 subject=_subject(every[0].run, every[0].point),
-                extent=_extent(ranked),
-                entropy_rate=rates.pop() if len(rates) == 1 else None,
             )
         )
     return found
@@ -196,7 +186,6 @@ def _ranked_training(heads: Mapping[str, Variant]) -> Ranking:
         quantity=f"{SPLIT_TITLES[split].lower()} loss",
         perplexity_of=SPLIT_TITLES[split].lower(),
         subject=(*_subject(next(iter(shown.values())).run), STAGE_TITLES[stage]),
-        extent=_extent(ranked),
         notes=tuple(notes),
     )
 
