@@ -104,9 +104,7 @@ def test_what_was_measured_is_on_record_and_in_a_page(two_seeds):
 def test_the_words_name_the_table_and_its_files(two_seeds):
     _, _, said, _ = two_seeds
     assert said[0].startswith("3 heads, 2 seeds, 1 epochs and 1 with averaged weights each, width 12; 3,000 words")
-    assert re.match(
-        r"In all about [\d.]+ (s|min \d+ s) of training on this machine \(cpu; 12 epochs are left\)", said[1]
-    )
+    assert re.match(r"In all about [\d.]+ (s|min \d+ s) on this machine \(cpu; 12 epochs are left\)", said[1])
     assert "2 epochs" in said[2]
     assert "standard deviation over seeds" in said[2]
     assert said[3].startswith("Perplexity and rank")
@@ -150,9 +148,11 @@ def test_the_time_of_all_runs_is_phase_by_phase():
     }
     plans |= {run.finetuning(): RunPlan(epoch_seconds=1.0, epochs_left=5) for run in runs}
     assert compare._seconds_of_all(plans, Resources(at_once=1)) == 60.0 + 20.0
-    assert compare._seconds_of_all(plans, Resources(at_once=2)) == 30.0 + 10.0
+    starts = 2 * compare.PROCESS_SECONDS
+    assert compare._seconds_of_all(plans, Resources(at_once=2)) == 30.0 + 10.0 + starts
     # The longest run bounds it from below.
-    assert compare._seconds_of_all(plans, Resources(at_once=4)) == 30.0 + 5.0
+    assert compare._seconds_of_all(plans, Resources(at_once=4)) == 30.0 + 5.0 + starts
+    assert compare._seconds_of_all(dict.fromkeys(runs, RunPlan(epoch_seconds=1.0, epochs_left=0)), Resources()) == 0.0
 
 
 def test_the_page_shows_what_the_terminal_printed(two_seeds):

@@ -52,6 +52,8 @@ HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "gss-0.2", "gss-0", "mos", "mos
 """softmax with its logits scaled is the control for sigsoftmax, whose slope is between 1 and 2"""
 QUICK_HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "mos")
 QUICK_EPOCHS = {"training": 4, "finetuning": 2}
+PROCESS_SECONDS = 5.0
+"""until the processes of a phase have imported torch, on a CPU; a guess, and little beside most comparisons"""
 RANK_POSITIONS = 4096
 """of the test text, evenly spread, in the matrix whose rank is measured"""
 
@@ -275,8 +277,10 @@ def _seconds_of_all(plans: Mapping[Run, RunPlan], resources: Resources) -> float
     total = 0.0
     for phase in ("train", "finetune"):
         seconds = [plan.seconds for run, plan in plans.items() if run.phase == phase]
-        # No sooner than the longest run, and no sooner than all of them at so many at once.
-        total += max(max(seconds, default=0.0), sum(seconds) / resources.at_once)
+        if any(seconds):
+            # No sooner than the longest run, and no sooner than all of them at so many at once.
+            total += max(*seconds, sum(seconds) / resources.at_once)
+            total += PROCESS_SECONDS if resources.at_once > 1 and resources.device == "cpu" else 0.0
     return total
 
 
@@ -286,8 +290,8 @@ def _foretold(plans: Mapping[Run, RunPlan], seconds: float, resources: Resources
     left = sum(plan.epochs_left for plan in plans.values())
     company = f", {resources.at_once} runs at once" if resources.at_once > 1 else ""
     return (
-        f"In all about {duration_text(seconds)} of training on this machine ({resources.device}{company}; {left:,} "
-        "epochs are left), as a few updates of each head tell."
+        f"In all about {duration_text(seconds)} on this machine ({resources.device}{company}; {left:,} epochs are "
+        "left), as a few updates of each head tell."
     )
 
 
