@@ -59,14 +59,14 @@ def test_softmax_is_kept_where_nothing_is_resolved_to_be_better():
 def test_the_chance_of_many_comparisons_is_counted():
     """What one comparison would call resolved is not when it is the best of six."""
     pair = {"softmax": (0.400, 0.450, 0.350), "sigsoftmax": (0.380, 0.434, 0.324)}
-    assert verdict(ranking(pair))[0].startswith("Use sigsoftmax")
+    assert verdict(ranking(pair))[0].startswith("Use sigsoftmax rather than softmax, as far as")
     others = {f"gss(k={k})": (0.5, 0.6, 0.4) for k in range(5)}
     assert verdict(ranking({**pair, **others}))[0].startswith("Keep softmax")
 
 
 def test_heads_that_cannot_be_told_apart_are_both_named():
     said = verdict(ranking({**THREE, "moss(K=4)": (0.202, 0.247, 0.153)}))
-    assert said[0].startswith("Use MoS(K=4) or MoSS(K=4), as far as these records go")
+    assert said[0].startswith("Use MoS(K=4) or MoSS(K=4) rather than softmax, as far as these records go")
     assert said[1] == "MoS(K=4) is the best by its mean, but the seeds do not tell it apart from MoSS(K=4)."
     assert starting(said, "The price").count("26,000 parameters") == 2
 

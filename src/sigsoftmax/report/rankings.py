@@ -6,12 +6,13 @@ are taken seed by seed. What follows from a ranking is said in :mod:`sigsoftmax.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from sigsoftmax.report.statistics import SIGNIFICANCE, PairedDifference, Sample, perplexity
+from sigsoftmax.report.statistics import LEAST_SEEDS, SIGNIFICANCE, PairedDifference, Sample, perplexity
 from sigsoftmax.report.tables import (
     DASH,
     NO_BREAK,
@@ -113,6 +114,17 @@ class Ranking:
 
     def named(self, name: str) -> RankedHead | None:
         return next((head for head in self.heads if head.head == name), None)
+
+    @property
+    def can_resolve(self) -> bool:
+        """Whether any two heads have seeds enough in common for an interval."""
+        return self.most_pairs >= LEAST_SEEDS
+
+    @property
+    def most_pairs(self) -> int:
+        """The most seeds that any two heads have in common."""
+        pairs = itertools.combinations(self.heads, 2)
+        return max((len(one.values.keys() & other.values.keys()) for one, other in pairs), default=0)
 
     @property
     def comparisons_made(self) -> int:

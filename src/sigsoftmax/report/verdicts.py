@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sigsoftmax.report.rankings import BASELINE, RankedHead, Ranking, percent_text
-from sigsoftmax.report.statistics import LEAST_SEEDS, PairedDifference
+from sigsoftmax.report.statistics import PairedDifference
 from sigsoftmax.report.tables import NO_BREAK, interval_text, range_text, seconds_text
 
 __all__ = ["QUESTION", "verdict"]
@@ -38,17 +38,6 @@ def _is_lower(ranking: Ranking, head: RankedHead, other: RankedHead) -> bool:
     return difference is not None and bool(difference.is_resolved) and difference.mean < 0.0
 
 
-def _pairs(ranking: Ranking) -> int:
-    """The most seeds that any two heads have in common."""
-    heads = ranking.heads
-    shared = [len(set(a.values) & set(b.values)) for place, a in enumerate(heads) for b in heads[place + 1 :]]
-    return max(shared)
-
-
-def _can_resolve(ranking: Ranking) -> bool:
-    return _pairs(ranking) >= LEAST_SEEDS
-
-
 def _better_than_softmax(ranking: Ranking) -> list[RankedHead]:
     baseline = ranking.baseline
     return [] if baseline is None else [head for head in ranking.heads if _is_lower(ranking, head, baseline)]
@@ -62,7 +51,7 @@ def _leaders(ranking: Ranking) -> list[RankedHead]:
 
 def _recommended(ranking: Ranking) -> list[RankedHead]:
     """Heads that these records speak for: softmax, unless a head is resolved to be better than it."""
-    if not (_can_resolve(ranking) and ranking.heads[0].is_finite):
+    if not (ranking.can_resolve and ranking.heads[0].is_finite):
         return []
     leaders, baseline = _leaders(ranking), ranking.baseline
     if baseline is None:
@@ -85,16 +74,20 @@ def _answer(ranking: Ranking) -> str:
         return lowest
     # What was measured bounds the answer: another text or a longer training may give another.
     scope = f"as far as these records go ({ranking.subject[0]}, {ranking.extent})"
+    # Without the control for scale softmax alone is beaten, and not a softmax of scaled logits.
+    has_control = any(head.is_scale_control for head in ranking.heads)
+    rather = "" if has_control or ranking.baseline is None else " rather than softmax"
     if [head.head for head in chosen] == [BASELINE]:
         return f"Keep softmax, {scope}: no head is resolved to be better than it. {lowest}"
     if chosen == [best]:
         missing = " softmax was not trained." if ranking.baseline is None else ""
-        return f"Use {best.label}, {scope}: it {level}{missing}"
+        return f"Use {best.label}{rather}, {scope}: it {level}{missing}"
     if ranking.baseline is None:
         names = _names(chosen, "or")
         return f"Use {names}, {scope}: the seeds do not tell them apart; softmax was not trained. {lowest}"
     resolved = "is resolved" if len(chosen) == 1 else "are resolved"
-    return f"Use {_names(chosen, 'or')}, {scope}: {_names(chosen)} {resolved} to be better than softmax. {lowest}"
+    use = f"Use {_names(chosen, 'or')}{rather}, {scope}"
+    return f"{use}: {_names(chosen)} {resolved} to be better than softmax. {lowest}"
 
 
 def _ahead(ranking: Ranking) -> str:
@@ -114,9 +107,9 @@ def _ahead(ranking: Ranking) -> str:
 
 
 def _seeds(ranking: Ranking) -> str | None:
-    pairs = _pairs(ranking)
-    if pairs >= LEAST_SEEDS:
+    if ranking.can_resolve:
         return None
+    pairs = ranking.most_pairs
     have = {0: "Without a seed that two heads share", 1: "With one seed"}.get(pairs, f"With {pairs} seeds")
     return (
         f"{have} nothing can be resolved, so no head is recommended: how far another seed would move one is not known. "
@@ -126,7 +119,7 @@ def _seeds(ranking: Ranking) -> str | None:
 
 def _not_told_apart(ranking: Ranking) -> str | None:
     """Heads whose difference from the best has an interval with zero in it."""
-    if not (_can_resolve(ranking) and ranking.heads[0].is_finite):
+    if not (ranking.can_resolve and ranking.heads[0].is_finite):
         return None
     best, *others = _leaders(ranking)
     if not others:

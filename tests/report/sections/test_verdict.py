@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 from tests.report import synthetic_runs
@@ -88,12 +89,25 @@ def test_settings_and_texts_are_ranked_for_themselves_and_that_is_said(tmp_path)
     assert text.count("No control for scale is on record") == 2
 
 
+def test_rankings_that_can_resolve_nothing_are_folded(tmp_path):
+    usual = [p for p in synthetic_runs.training(TWO_HEADS, epochs=3) if isinstance(p, EpochRecord)]
+    few = changed([p for p in usual if p.run.seed != synthetic_runs.SEEDS[0]], overrides=("training.epochs=12",))
+    made = section_of(verdict, [*few, *usual], tmp_path)
+    first, second, *_ = made.blocks
+    assert "3 seeds" in first
+    assert second.startswith("<details><summary>1 more ranking, with fewer than 3 seeds in common</summary>")
+    # Seven seeds of one head are no pairs.
+    alone = [dataclasses.replace(p, run=dataclasses.replace(p.run, seed=p.run.seed + 100)) for p in few]
+    alone = [p for p in alone if p.run.head == "softmax"]
+    first, second, *_ = section_of(verdict, [*few, *alone, *usual], tmp_path).blocks
+    assert second.startswith("<details>")
+
+
 def test_names_of_rankings_say_only_what_differs(tmp_path):
     usual = [p for p in synthetic_runs.training(TWO_HEADS, epochs=3) if isinstance(p, EpochRecord)]
     first, second = (changed(usual, overrides=(f"training.epochs={n}", "training.batch=8")) for n in (3, 12))
     made = section_of(verdict, [*first, *second], tmp_path)
-    headings = [block.partition("</h3>")[0] for block in made.blocks if block.startswith("<h3>")]
-    assert headings == ["<h3>training.epochs=3", "<h3>training.epochs=12"]
+    assert re.findall(r"<h3>(.*?)</h3>", "".join(made.blocks)) == ["training.epochs=3", "training.epochs=12"]
 
 
 def test_a_head_given_as_a_change_is_the_same_setting(tmp_path):

@@ -10,7 +10,7 @@ from sigsoftmax.records.paper import Stage
 from sigsoftmax.records.sweeps import TrialRecord
 from sigsoftmax.records.training import EpochRecord, RunIdentity
 from sigsoftmax.report.comparisons import comparisons
-from sigsoftmax.report.markup import Markup, join, tag
+from sigsoftmax.report.markup import join, tag
 from sigsoftmax.report.material import Material, corpus_label, differing
 from sigsoftmax.report.rankings import KL, RankedHead, Ranking
 from sigsoftmax.report.section import Absent, Block, Section
@@ -23,7 +23,7 @@ from sigsoftmax.report.verdicts import QUESTION, verdict
 __all__ = ["rankings", "section"]
 
 SHOWN = 3
-"""Rankings that are open; further ones are folded."""
+"""Rankings that are open at most; further ones are folded, and those that can resolve nothing, but for the first."""
 COMMAND = "sigsoftmax compare --seeds 1,2,3"
 NO_TWO = f"These records do not say: no two heads were trained on one text under one budget. `{COMMAND}` trains some."
 
@@ -59,7 +59,7 @@ def section(material: Material, looks: Looks) -> Section | Absent:
 def _several(found: Sequence[Ranking], looks: Looks) -> list[Block]:
     """Each ranking for itself, under what tells it from the others; then why they are apart."""
     names = [", ".join(parts) or ranking.extent for parts, ranking in zip(_differences(found), found, strict=True)]
-    shown: list[Block] = [
+    shown = [
         join(
             # A field of a recipe keeps its spelling.
             tag("h3", name if "=" in name.partition(",")[0] else sentence(name)),
@@ -68,9 +68,12 @@ def _several(found: Sequence[Ranking], looks: Looks) -> list[Block]:
         )
         for name, ranking in zip(names, found, strict=True)
     ]
-    if len(shown) > SHOWN:
-        folded = [block for block in shown[SHOWN:] if isinstance(block, Markup)]
-        shown = [*shown[:SHOWN], tag("details", tag("summary", f"{len(folded)} more rankings"), folded)]
+    count = max(sum(ranking.can_resolve for ranking in found[:SHOWN]), 1)
+    if folded := shown[count:]:
+        more = f"{len(folded)} more ranking{'s' if len(folded) > 1 else ''}"
+        if not any(ranking.can_resolve for ranking in found[count:]):
+            more += f", with fewer than {LEAST_SEEDS} seeds in common"
+        shown = [*shown[:count], tag("details", tag("summary", sentence(more)), folded)]
     texts = len({ranking.subject[0] for ranking in found})
     if texts > 1:
         reason = "a loss on one text says nothing about a loss on another."
@@ -79,7 +82,7 @@ def _several(found: Sequence[Ranking], looks: Looks) -> list[Block]:
         reason = "part of a difference between them would be the length or the setting."
         text = f"Runs of different lengths or settings are ranked for themselves: {reason}"
         shown.append(tag("p", text, class_="note"))
-    return shown
+    return list(shown)
 
 
 def _differences(found: Sequence[Ranking]) -> list[tuple[str, ...]]:
@@ -101,7 +104,7 @@ def rankings(material: Material) -> list[Ranking]:
     found += _of_trials(trials)
     compared |= {_identity(trial.run) for trial in trials}
     found += _of_training(material, compared)
-    return sorted(found, key=lambda ranking: (len(ranking.seeds) < LEAST_SEEDS, -len(ranking.heads)))
+    return sorted(found, key=lambda ranking: (not ranking.can_resolve, -len(ranking.heads)))
 
 
 def _identity(run: RunIdentity) -> Hashable:
