@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.report import synthetic_runs
 from tests.report.test_page import HOSTILE, write_hostile
 
+from sigsoftmax.records import Record, append
 from sigsoftmax.report import ReportConfig, write_report
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -115,6 +117,21 @@ def test_every_plot_is_drawn(tab):
     box = tab.figure("capacity-1-width").locator(".scatterlayer .trace path.js-line").first.bounding_box()
     assert box["width"] > 300
     assert box["height"] > 100
+
+
+def test_the_verdict_is_what_a_reader_sees_first(browser, tmp_path):
+    where = synthetic_runs.environment("sigsoftmax compare --seeds 1,2,3")
+    append(tmp_path / "a.jsonl", [Record.of(payload, where) for payload in synthetic_runs.comparisons(seeds=3)])
+    write_report(ReportConfig(paths=(tmp_path,), out=tmp_path / "r.html"))
+    opened = Tab(browser, tmp_path / "r.html")
+    assert opened.page.locator("main > section").first.get_attribute("id") == "verdict"
+    answer = opened.page.locator("#verdict .findings li").first
+    assert answer.text_content().startswith("Use MoS(K=4)")
+    assert answer.bounding_box()["y"] < 900
+    # Time and parameters are seen without scrolling, intervals and all.
+    table = opened.page.locator("#verdict .scroll").first
+    assert table.evaluate("e => e.scrollWidth - e.clientWidth") == 0
+    opened.context.close()
 
 
 def test_a_legend_entry_hides_its_curve(tab):
