@@ -291,7 +291,7 @@ def _foretold(plans: Mapping[Run, RunPlan], seconds: float, resources: Resources
     company = f", {resources.at_once} runs at once" if resources.at_once > 1 else ""
     return (
         f"In all about {duration_text(seconds)} on this machine ({resources.device}{company}; {left:,} epochs are "
-        "left), as a few updates of each head tell."
+        "left), as a few updates of each head tell; longer where other programs share it."
     )
 
 
