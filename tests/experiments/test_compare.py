@@ -218,7 +218,8 @@ def test_a_budget_is_the_same_for_all_heads_and_however_it_is_written():
 def test_a_second_time_nothing_is_trained(two_seeds):
     config, results, _, _ = two_seeds
     again, _, shown = compared(config)
-    assert shown == ""
+    # Measuring may take long enough for a line; of training there is none.
+    assert all(line.startswith("100% done") for line in shown.splitlines())
     assert [m.record for m in again] == [m.record for m in results]
 
 
