@@ -320,8 +320,11 @@ class TritonRows:
             self._launch_per_class(logits_RV, index_R, dense, stats, coefficients, first_class)
         by_arguments = torch.empty(rows if wants_arguments else 0, 3, dtype=torch.float32, device=self.device)
         size = logits_RV.element_size()
-        sums_much = stats.entropy is not None or (
-            wants_arguments and (self.per_class or dense is not None or size == 4)
+        # Where phi may decrease, both ends of a row are looked for.
+        sums_much = (
+            stats.entropy is not None
+            or (measure and not self.is_increasing)
+            or (wants_arguments and (self.per_class or dense is not None or size == 4))
         )
         block, warps, per_processor = general_shape(classes, size, sums_much)
         launch(

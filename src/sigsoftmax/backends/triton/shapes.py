@@ -74,7 +74,7 @@ def stagger(rows: int, classes: int, element_bytes: int, programs: int) -> int:
 
 
 def general_shape(classes: int, element_bytes: int, sums_much: bool) -> Shape:
-    """What sums more than a normaliser over the classes has no registers for as many of them at a time."""
+    """What finds more than a normaliser over the classes has no registers for as many of them at a time."""
     row_bytes = classes * element_bytes
     if row_bytes > 2**17:
         return 4096 if sums_much else 8192, 32, 1
