@@ -66,8 +66,8 @@ def check(
     for i, (actual, plainly, exact) in enumerate(zip(found, plain, truth, strict=True)):
         assert actual.dtype == plainly.dtype
         assert actual.shape == exact.shape
-        # Gradients of parameters are sums of terms as large as logits, and may cancel to nothing. For logits of 16 bits the
-        # hardware's logarithm, off by 2^-22, is in each term.
+        # Gradients of parameters are sums of terms as large as logits, and may cancel to nothing. For logits of 16 bits
+        # the hardware's logarithm, off by 2^-22, is in each term.
         is_parameter = 0 <= i - 1 - len(inputs) < len(names)
         size = float(exact.norm()) + (2.0 if is_parameter and dtype != torch.float32 else 0.3)
         bound = SLACK * frobenius_error(plainly, exact) + 2.0 * torch.finfo(actual.dtype).eps * size
