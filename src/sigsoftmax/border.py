@@ -19,6 +19,8 @@ from sigsoftmax.family import OutputFunction
 
 Function = str | OutputFunction
 MIB = 2**20
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""dtypes that losses and log-probabilities are computed of; those of 8 bits are for storage"""
 
 
 class Product(NamedTuple):
@@ -122,7 +124,9 @@ def needs_gradient(tensor: Tensor | None) -> bool:
 
 
 def autocasts(tensor: Tensor) -> bool:
-    return torch.is_autocast_enabled(tensor.device.type)
+    kind = tensor.device.type
+    # Asked first, since devices such as meta know no autocast and raise.
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def default_chunk_bytes(chunk_bytes: int | None, device: torch.device, mixture_classes: int | None = None) -> int:
@@ -140,12 +144,24 @@ def default_chunk_bytes(chunk_bytes: int | None, device: torch.device, mixture_c
 def check_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name} must be a dense tensor, got a nested one; pass its values() with one target for each of their rows, "
+            "or torch.nested.to_padded_tensor(...) with ignore_index"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{name} must be a dense tensor, got one of layout {tensor.layout}; convert it with .to_dense()"
+        )
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
     check_tensor(name, tensor)
     if not tensor.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {tensor.dtype}; convert it with .float()")
+    if tensor.dtype not in FLOATING:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
+        raise ValueError(f"{name} must be one of {known}, got {tensor.dtype}; convert it with .to(torch.bfloat16)")
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -163,6 +179,7 @@ def check_in_one_process(name: str, tensor: Tensor | None) -> None:
 
 
 def check_dim(tensor: Tensor, dim: int) -> None:
+    check_index("dim", dim)
     rank = max(1, tensor.ndim)
     if not -rank <= dim < rank:
         raise ValueError(
@@ -188,6 +205,20 @@ def check_prior(input: Tensor, prior_logits: Tensor) -> None:
         raise ValueError(f"prior_logits is on {prior_logits.device}, but the input is on {input.device}; move it there")
 
 
+def check_index(name: str, value: int) -> None:
+    """That it is a whole number, and none that only counts as one: True is not 1."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+
+
+def number(name: str, value: float) -> float:
+    """The value of an option: a number, or a tensor that holds one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+
+
 def check_nonnegative(name: str, value: float) -> None:
-    if not 0.0 <= value < float("inf"):
+    if not 0.0 <= number(name, value) < float("inf"):
         raise ValueError(f"{name} must be a finite number >= 0, got {value}")

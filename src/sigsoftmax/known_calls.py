@@ -41,7 +41,7 @@ def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | 
     ):
         return None
     input = tensors[0]
-    if not isinstance(input, Tensor) or validation.wants_messages(input.device):
+    if not isinstance(input, Tensor) or input.is_meta or validation.wants_messages(input.device):
         return None
     function = options[0]
     if isinstance(function, OutputFunction) and not function.is_fixed:

@@ -18,7 +18,16 @@ from sigsoftmax.backends import dispatch, reference, token_loss
 from sigsoftmax.backends.chunks import token_scales
 from sigsoftmax.backends.reference import scaled
 from sigsoftmax.backends.shards import Shard
-from sigsoftmax.border import Function, check_floating, check_nonnegative, check_tensor, linear, needs_gradient
+from sigsoftmax.border import (
+    Function,
+    check_floating,
+    check_index,
+    check_nonnegative,
+    check_tensor,
+    linear,
+    needs_gradient,
+    number,
+)
 from sigsoftmax.family import OutputFunction
 
 if TYPE_CHECKING:
@@ -73,7 +82,8 @@ class Loss:
         self.member = OutputFunction.parse(function)
         self.arguments = self.member.arguments(num_classes)
         self.ignore_index, self.reduction = ignore_index, reduction
-        self.label_smoothing, self.z_loss, self.floor = float(label_smoothing), float(z_loss), float(floor)
+        self.label_smoothing, self.z_loss = number("label_smoothing", label_smoothing), number("z_loss", z_loss)
+        self.floor = number("floor", floor)
         self.extras, self.backend, self.chunk_bytes = extras or (), backend, chunk_bytes
         self.class_weight, self.token_weights = class_weight, token_weights
         self.wants_extras = extras is not None
@@ -85,10 +95,11 @@ class Loss:
         self.weight_gradient = weight_gradient
         if reduction not in ("none", "mean", "sum"):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
-        if not 0.0 <= label_smoothing <= 1.0:
+        check_index("ignore_index", ignore_index)
+        if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing}")
         check_nonnegative("z_loss", z_loss)
-        if isinstance(extras, str):
+        if isinstance(extras, str) or not isinstance(self.extras, Sequence):
             raise ValueError(f"extras must be a sequence of names, like ('argmax',), got {extras!r}")
         for name in self.extras:
             if name not in EXTRAS:
