@@ -146,8 +146,8 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.is_nested:
         raise ValueError(
-            f"{name} must be a dense tensor, got a nested one; pass its values() with one target for each of their rows, "
-            "or torch.nested.to_padded_tensor(...) with ignore_index"
+            f"{name} must be a dense tensor, got a nested one; pass its values() with one target for each of their "
+            "rows, or torch.nested.to_padded_tensor(...) with ignore_index"
         )
     if tensor.layout != torch.strided:
         raise ValueError(
