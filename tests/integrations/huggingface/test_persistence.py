@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 import torch
 from safetensors.torch import load_file
 from tests.integrations.huggingface.tiny import NAMES, V, config, tiny, tokens
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from sigsoftmax import OutputFunction, register_function
 from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, apply_output_function, from_pretrained
@@ -104,6 +104,32 @@ def test_the_auto_classes_load_it_once_this_package_is_imported(tmp_path):
     fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert isinstance(fresh, PatchedModel)
     assert type(fresh).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied"])
+def test_the_auto_class_without_a_head_gives_the_model_below_the_output_layer(tmp_path, name):
+    model = apply_output_function(tiny(name), "sigsoftmax").eval()
+    model.save_pretrained(tmp_path)
+    body, report = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(body).__name__ == "LlamaModel"
+    assert not isinstance(body, PatchedModel)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    wanted = model.model(tokens()).last_hidden_state
+    assert torch.equal(AutoModel.from_pretrained(tmp_path).eval()(tokens()).last_hidden_state, wanted)
+    assert type(AutoModel.from_config(AutoConfig.from_pretrained(tmp_path))).__name__ == "LlamaModel"
+
+
+def test_the_class_of_a_patched_model_loads_what_it_saved(tmp_path):
+    model = apply_output_function(tiny(), "gss(k=learned:0.5)")
+    model.save_pretrained(tmp_path)
+    assert_same(model, type(model).from_pretrained(tmp_path))
+    assert_same(model, type(model).from_pretrained(tmp_path, config=model.config))
+    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(loaded, type(model))
+    assert not report["missing_keys"]
+    other = apply_output_function(tiny("qwen2"), "sigsoftmax")
+    with pytest.raises(ValueError, match="holds a LlamaForCausalLM, not a Qwen2ForCausalLM"):
+        type(other).from_pretrained(tmp_path)
 
 
 ATTEMPTS = {

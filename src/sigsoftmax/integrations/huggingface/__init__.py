@@ -30,6 +30,7 @@ if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 17):
 from sigsoftmax.integrations.huggingface.loading import (
     SigsoftmaxConfig,
     SigsoftmaxForCausalLM,
+    SigsoftmaxModel,
     from_pretrained,
     load_adapter,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "OutputFunctionLogitsProcessor",
     "SigsoftmaxConfig",
     "SigsoftmaxForCausalLM",
+    "SigsoftmaxModel",
     "apply_output_function",
     "from_pretrained",
     "load_adapter",

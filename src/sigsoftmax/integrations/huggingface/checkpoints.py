@@ -35,6 +35,7 @@ MODULE_FILE = "modeling_sigsoftmax.py"
 ARCHITECTURE = "SigsoftmaxForCausalLM"
 AUTO_MAP = {
     "AutoConfig": "modeling_sigsoftmax.SigsoftmaxConfig",
+    "AutoModel": "modeling_sigsoftmax.SigsoftmaxModel",
     "AutoModelForCausalLM": f"modeling_sigsoftmax.{ARCHITECTURE}",
 }
 MODULE_TEXT = '''"""This model has an output function other than softmax, and needs the package sigsoftmax to run.
@@ -42,7 +43,7 @@ MODULE_TEXT = '''"""This model has an output function other than softmax, and ne
 Loaded as a softmax model it would give wrong probabilities, so nothing but that package loads it.
 """
 
-from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, SigsoftmaxForCausalLM  # noqa: F401
+from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, SigsoftmaxForCausalLM, SigsoftmaxModel  # noqa: F401
 '''
 
 
@@ -279,6 +280,11 @@ def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
 def fill_from(config: Any) -> None:
     """Mark a configuration as that of a model which is about to be filled from a guarded checkpoint."""
     getattr(config, KEY)["is_being_filled"] = True
+
+
+def is_marked(config: Any) -> bool:
+    """Whether :func:`fill_from` marked a configuration; the mark stays."""
+    return bool((getattr(config, KEY, None) or {}).get("is_being_filled"))
 
 
 def is_being_filled(config: Any) -> bool:

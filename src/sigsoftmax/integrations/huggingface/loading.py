@@ -1,6 +1,7 @@
 """Loading a model with its output function.
 
-Importing this module makes ``AutoConfig`` and ``AutoModelForCausalLM`` of transformers load such models, too.
+Importing this module makes ``AutoConfig``, ``AutoModelForCausalLM`` and, for the model without its output layer,
+``AutoModel`` of transformers load such models, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -144,7 +145,7 @@ class SigsoftmaxForCausalLM:
         options.pop("_from_auto", None)
         if config is None:
             return from_pretrained(name_or_path, **options)
-        return load_remembered(name_or_path, config.to_dict(), **options)
+        return load_remembered(os.fspath(name_or_path), config.to_dict(), **options)
 
     @classmethod
     def _from_config(cls, config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -157,5 +158,25 @@ class SigsoftmaxForCausalLM:
         """Nothing to do: ``save_pretrained`` of the patched model writes what such a folder needs."""
 
 
+class SigsoftmaxModel:
+    """What ``AutoModel`` calls: it gives the model below the output layer, which has no output function."""
+
+    config_class = SigsoftmaxConfig
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str, **options: Any) -> Any:
+        result = SigsoftmaxForCausalLM.from_pretrained(name_or_path, **options)
+        return (result[0].base_model, result[1]) if isinstance(result, tuple) else result.base_model
+
+    @classmethod
+    def _from_config(cls, config: Any, **options: Any) -> Any:
+        return SigsoftmaxForCausalLM._from_config(config, **options).base_model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing to do, as for :class:`SigsoftmaxForCausalLM`."""
+
+
 AutoConfig.register(checkpoints.KEY, SigsoftmaxConfig, exist_ok=True)
 AutoModelForCausalLM.register(SigsoftmaxConfig, SigsoftmaxForCausalLM, exist_ok=True)
+AutoModel.register(SigsoftmaxConfig, SigsoftmaxModel, exist_ok=True)

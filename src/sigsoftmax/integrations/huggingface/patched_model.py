@@ -93,6 +93,23 @@ class PatchedModel:
         if checkpoints.is_being_filled(config):
             checkpoints.expect_stored_shapes(cast("nn.Module", self), known.reshaped)
 
+    @classmethod
+    def from_pretrained(cls, name_or_path: Any, *, config: Any = None, **options: Any) -> Any:
+        """Load a saved model of this class with its output function, as :func:`loading.from_pretrained` does."""
+        if checkpoints.is_marked(config):
+            return super().from_pretrained(name_or_path, config=config, **options)  # type: ignore[misc]
+        # Imported here: loading builds on this module.
+        from sigsoftmax.integrations.huggingface import loading
+
+        result = loading.SigsoftmaxForCausalLM.from_pretrained(name_or_path, config=config, **options)
+        model = result[0] if isinstance(result, tuple) else result
+        if not isinstance(model, cls):
+            raise ValueError(
+                f"{name_or_path} holds a {type(model).__name__}, not a {cls.__name__}; load it with "
+                "sigsoftmax.integrations.huggingface.from_pretrained, which finds the class itself"
+            )
+        return result
+
     @property
     def loss_function(self) -> Any:
         """The loss of this output function, unless one was set."""
