@@ -104,10 +104,38 @@ def test_an_adapter_comes_back_with_its_model(tmp_path, stored, saves):
         lambda: peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"),
         lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"),
     ):
-        with pytest.raises((KeyError, OSError), match="sigsoftmax"):
+        with pytest.raises((ValueError, OSError), match="sigsoftmax"):
             load()
-    with pytest.raises(ValueError, match="patch the model before you load it"):
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_peft_says_how_the_adapter_of_a_patched_model_is_loaded(tmp_path, stored, is_saved):
+    model = patched_from(stored, "gss(k=learned:0.5)")
+    if is_saved:
+        model.save_pretrained(tmp_path / "base")
+        model = from_pretrained(tmp_path / "base")
+    peft.get_peft_model(model, lora()).save_pretrained(tmp_path / "adapter")
+    right = apply_output_function(tiny(), "gss(k=learned:0.5)")
+    for load in (
+        lambda: peft.PeftModel.from_pretrained(right, tmp_path / "adapter"),
+        lambda: peft.PeftModel.from_pretrained(tiny(), tmp_path / "adapter"),
+        lambda: peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"),
+        lambda: right.load_adapter(tmp_path / "adapter"),
+    ):
+        with pytest.raises(ValueError, match=r"output function gss\(k=learned:0.5\).* load_adapter\(model, path\)"):
+            load()
+    assert isinstance(load_adapter(right, tmp_path / "adapter"), peft.PeftModel)
+
+
+def test_an_adapter_goes_onto_a_model_with_its_function_alone(tmp_path, stored):
+    peft.get_peft_model(patched_from(stored), lora()).save_pretrained(tmp_path / "adapter")
+    remedy = r"apply_output_function\(model, 'shifted_sigsoftmax\(b=learned:2(.0)?\)'\)"
+    with pytest.raises(ValueError, match=f"this model has none: it is a softmax model.*{remedy}"):
         load_adapter(tiny(), tmp_path / "adapter")
+    with pytest.raises(ValueError, match=f"this model has sigsoftmax.*{remedy}"):
+        load_adapter(apply_output_function(tiny(), "sigsoftmax"), tmp_path / "adapter")
+    # The value of what is learned may differ.
+    load_adapter(apply_output_function(tiny(), "shifted_sigsoftmax(b=learned:3)"), tmp_path / "adapter")
 
 
 def test_an_adapter_on_a_saved_patched_model(tmp_path):

@@ -64,9 +64,9 @@ def from_pretrained(name_or_path: str | os.PathLike[str], *, function: Function 
 
 def load_adapter(model: Any, path: str | os.PathLike[str]) -> Any:
     """Put an adapter that was trained on a patched model onto one that is patched alike; returns the PEFT model."""
-    if not is_patched(language_model(model)):
-        raise ValueError("the adapter was trained with an output function; patch the model before you load it")
-    return adapters.load_onto(model, os.fspath(path))
+    inner: Any = language_model(model)
+    now = inner.output_function.function if is_patched(inner) else None
+    return adapters.load_onto(model, os.fspath(path), now=now)
 
 
 def load_remembered(path: str, settings: Mapping[str, Any], **options: Any) -> Any:
@@ -180,3 +180,4 @@ class SigsoftmaxModel:
 AutoConfig.register(checkpoints.KEY, SigsoftmaxConfig, exist_ok=True)
 AutoModelForCausalLM.register(SigsoftmaxConfig, SigsoftmaxForCausalLM, exist_ok=True)
 AutoModel.register(SigsoftmaxConfig, SigsoftmaxModel, exist_ok=True)
+adapters.explain_to_peft(even_if_not_imported=False)

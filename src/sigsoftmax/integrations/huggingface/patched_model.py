@@ -193,7 +193,7 @@ class PatchedModel:
     def peft_config(self, configs: Any) -> None:
         self.__dict__["adapter_configs"] = configs
         if not self.output_function.is_plain_softmax:
-            adapters.guard_configs(configs)
+            adapters.guard_configs(configs, self.output_function.described())
 
     @peft_config.deleter
     def peft_config(self) -> None:
@@ -390,6 +390,7 @@ def attach(model: Any, function: HeadFunction, examined: Examined, options: Loss
         receipts.keep_checked(model, model.__dict__["forward"])
     checkpoints.read_guarded_checkpoints(model)
     model.register_state_dict_pre_hook(_guard_adapters)
+    adapters.explain_to_peft(even_if_not_imported=True)
 
 
 def detach(model: Any) -> None:
