@@ -32,6 +32,7 @@ from sigsoftmax.integrations.huggingface.examination import Examined, linear_lay
 from sigsoftmax.integrations.huggingface.head_function import HeadFunction, transformed
 from sigsoftmax.integrations.huggingface.known_libraries import FusedHead
 from sigsoftmax.integrations.huggingface.logits_processor import OutputFunctionLogitsProcessor
+from sigsoftmax.integrations.huggingface.outputs import without_logits
 
 
 @dataclass
@@ -256,7 +257,7 @@ def patched_class(own: Any) -> Any:
             with _waiting_loss(self, layer, waiting):
                 output = _own_output(self, own, arguments, options)
             # No logits rather than none of their rows: whoever needs them should hear of it at once.
-            output = type(output)(**{key: value for key, value in output.items() if key != "logits"})
+            output = without_logits(output)
         receipts.leave(self)
         return output.to_tuple() if wants_tuple else output
 
