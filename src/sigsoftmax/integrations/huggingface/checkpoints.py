@@ -180,7 +180,7 @@ def save(model: Any, save_own: Callable[..., Any], directory: Any, *arguments: A
     state = dict(model.state_dict() if state is None else state)
     for name in names_of_output_weight(model):
         if name in state:
-            state[name] = state[name].unsqueeze(0)
+            state[name] = _guarded_shape(state[name])
     for name, value in state.items():
         if name.startswith("output_function.function_parameters.") and value.ndim == 0:
             state[name] = value.reshape(1)
@@ -192,6 +192,17 @@ def save(model: Any, save_own: Callable[..., Any], directory: Any, *arguments: A
     if wants_upload:
         model.push_to_hub(upload.pop("repo_id", folder.name), **upload)
     return None
+
+
+def _guarded_shape(weight_Vd: Tensor) -> Tensor:
+    try:
+        return weight_Vd.unsqueeze(0)
+    except NotImplementedError:
+        raise ValueError(
+            f"the weight of the output layer is of the class {type(weight_Vd).__name__}, which cannot be stored with "
+            "the shape that keeps it from being loaded as that of a softmax model; save the model before you quantise "
+            "it, and quantise it again after loading"
+        ) from None
 
 
 def guard_configuration(folder: Path) -> None:

@@ -47,6 +47,13 @@ class _Seen:
 def output_layer(model: Any) -> Any:
     """The module that makes logits of hidden vectors."""
     layer = model.get_output_embeddings()
+    if isinstance(layer, nn.Module) and callable(getattr(layer, "weight", None)):
+        raise ValueError(
+            f"expected an output layer with a weight matrix, but that of this {type(model).__name__} is a "
+            f"{type(layer).__module__}.{type(layer).__name__}, in which torch's quantisation keeps the weight packed. "
+            "Leave the output layer out, as in model.model = quantize_dynamic(model.model, {torch.nn.Linear}), or "
+            "quantise it with torchao, as in quantize_(model, Int8WeightOnlyConfig())"
+        )
     if not isinstance(layer, nn.Module) or not isinstance(getattr(layer, "weight", None), Tensor):
         raise ValueError(
             f"{type(model).__name__} has no output layer with a weight matrix (get_output_embeddings() gave "
@@ -61,8 +68,24 @@ def linear_layer(layer: Any) -> nn.Linear | None:
     if isinstance(copies, nn.ModuleDict) and hasattr(layer, "original_module"):
         active = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in copies]
         layer = copies[active[0]] if active else layer.original_module
-    is_plain = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
-    return layer if is_plain and layer.weight.is_floating_point() and layer.weight.ndim == 2 else None
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        return None
+    is_matrix = layer.weight.is_floating_point() and layer.weight.ndim == 2
+    return layer if is_matrix and has_plain_weight(layer) else None
+
+
+def has_plain_weight(layer: nn.Module) -> bool:
+    """Whether the weight is an ordinary tensor, or a sharded one, which can be gathered.
+
+    Any other class of tensors, such as the quantised weights of torchao, decides by itself which operations it has.
+    """
+    return type(layer.weight) in (Tensor, nn.Parameter) or hasattr(layer.weight, "full_tensor")
+
+
+def described_layer(layer: Any) -> str:
+    """The class of an output layer, and that of its weight if it is not an ordinary tensor."""
+    name = f"a {type(layer).__name__}"
+    return name if has_plain_weight(layer) else f"{name} whose weight is of the class {type(layer.weight).__name__}"
 
 
 def examine(model: Any) -> Examined:
@@ -98,7 +121,7 @@ def probe_logits(model: Any) -> Tensor:
 
 def _why_stored(layer: Any, seen: _Seen, adjustment: LogitAdjustment | None) -> str | None:
     if linear_layer(layer) is None:
-        return f"its output layer is a {type(layer).__name__}, not a plain linear map"
+        return f"its output layer is {described_layer(layer)}, not a plain linear map"
     if seen.calls_of_layer != 1:
         return f"it calls its output layer {seen.calls_of_layer} times"
     if adjustment is None:

@@ -28,7 +28,7 @@ from sigsoftmax.integrations.huggingface.causal_loss import (
     loss_of_logits,
     targets,
 )
-from sigsoftmax.integrations.huggingface.examination import Examined, linear_layer, output_layer
+from sigsoftmax.integrations.huggingface.examination import Examined, described_layer, linear_layer, output_layer
 from sigsoftmax.integrations.huggingface.head_function import HeadFunction, transformed
 from sigsoftmax.integrations.huggingface.known_libraries import FusedHead
 from sigsoftmax.integrations.huggingface.logits_processor import OutputFunctionLogitsProcessor
@@ -322,7 +322,8 @@ def _layer_of_waiting_loss(model: Any, *, needed: bool) -> nn.Linear | None:
 def _layer_that_hands_over(model: Any) -> nn.Linear | None:
     layer = linear_layer(output_layer(model))
     if layer is None:
-        warn_of_stored_logits(model, "its output layer was replaced by something other than a plain linear map")
+        found = described_layer(output_layer(model))
+        warn_of_stored_logits(model, f"its output layer is now {found}, something other than a plain linear map")
     elif not _has_hook(layer):
         layer.register_forward_pre_hook(HandOver())
     return layer
