@@ -23,11 +23,11 @@ from overview import Suites
 from write_docs import NO_RECORDS, markdown_table, rewritten
 from write_reproduction import (
     CONTROL_EPOCH,
-    CONTROL_PRECISION,
     CONTROL_SEEDS,
     CONTROLS,
     RESULTS,
     Records,
+    control_losses,
 )
 
 from sigsoftmax import family
@@ -73,18 +73,13 @@ def _price(name: str, ratios: Mapping[str, float]) -> str:
 
 def paper(records: Records) -> str:
     """What the first epochs of the paper's recipe gave, with its controls, and ranks by two rules."""
-    rows = []
+    rows, losses = [], control_losses(records)
     for recipe, words in CONTROLS.items():
-        losses = [
-            epochs[CONTROL_EPOCH].valid_loss
-            for precision, seed, epochs in records.of(recipe)
-            if precision == CONTROL_PRECISION and seed in CONTROL_SEEDS and CONTROL_EPOCH in epochs
-        ]
-        perplexities = [exp(loss) for loss in losses]
+        perplexities = [exp(loss) for loss in losses[recipe].values()]
         spread = f" ± {statistics.stdev(perplexities):.2f}" if len(perplexities) > 1 else ""
         spectrum = next((m.spectrum for m in records.spectra if m.run.recipe == recipe), None)
         ranks = ["", ""] if spectrum is None else [_rank(spectrum, rule) for rule in ("press32", "numpy32")]
-        shown = f"{statistics.fmean(perplexities):.2f}{spread}" if losses else "not yet run"
+        shown = f"{statistics.fmean(perplexities):.2f}{spread}" if perplexities else "not yet run"
         rows.append([words, shown, *ranks])
     heads = (
         "head",

@@ -233,9 +233,9 @@ def dynamic(records: Records) -> str:
     return table(["recipe", "seed", "split", "η", "λ", "tokens", "perplexity", "s", "device"], rows)
 
 
-def controls(records: Records) -> str:
-    """Heads under equal conditions after equally many epochs, with paired differences from softmax."""
-    values = max(
+def control_losses(records: Records) -> dict[str, dict[int, float]]:
+    """recipe -> seed -> validation loss after equally many epochs, in the arithmetic with the most runs on record."""
+    return max(
         (
             {
                 recipe: {
@@ -249,6 +249,11 @@ def controls(records: Records) -> str:
         ),
         key=lambda found: sum(map(len, found.values())),
     )
+
+
+def controls(records: Records) -> str:
+    """Heads under equal conditions after equally many epochs, with paired differences from softmax."""
+    values = control_losses(records)
     rows = []
     for recipe, words in CONTROLS.items():
         found = values[recipe]

@@ -74,7 +74,7 @@ def main() -> None:
     text, held_back = sentences(2000, seed=1), sentences(100, seed=2)
     model = apply_output_function(LlamaForCausalLM(config), "gss(k=learned:0.5)")
     step = model(input_ids=text[:2], labels=text[:2])
-    print(f"a training step returns a loss, {step.loss.item():.3f}, and stores no logits: {step.logits}")
+    print(f"a training step returns a loss, {step.loss.item():.3f}; it stores logits: {'logits' in step}")
     print(f"before training: {nats(model, held_back):.3f} nats a byte on text held back")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
