@@ -41,7 +41,7 @@ def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | 
     ):
         return None
     input = tensors[0]
-    if not isinstance(input, Tensor) or input.is_meta or validation.wants_messages(input.device):
+    if not isinstance(input, Tensor) or validation.wants_messages(input.device):
         return None
     function = options[0]
     if isinstance(function, OutputFunction) and not function.is_fixed:
@@ -55,7 +55,9 @@ def key_of(tensors: Sequence[Tensor | None], options: tuple[Any, ...]) -> Key | 
             return None
         parts += (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_contiguous())
     kind = input.device.type
-    parts.append(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+    # Asked first, since devices such as meta know no autocast and raise.
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    parts.append(torch.get_autocast_dtype(kind) if is_cast else None)
     key = tuple(parts)
     try:
         known = _known.get(key)
