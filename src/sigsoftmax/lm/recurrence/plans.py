@@ -29,6 +29,10 @@ MOST_ROW_TILES = 10
 MOST_COLUMN_TILES = 3
 REGISTERS = 188
 """of a thread, for weights, sums and values; the others of the 255 hold addresses and what gates need"""
+FEW_ROW_TILES = 5
+REGISTERS_OF_CELL = 20
+"""of a thread, for each cell beyond the first that it finishes, where row tiles are more than a few: with less room the
+compiler spills, as compiling the plans of all recipes shows"""
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,10 @@ class KernelPlan:
     def register_need(self) -> int:
         """Registers of a thread for weights, sums and values, as an estimate that compiling confirms."""
         values = -(-self.inner_blocks // self.warps) * self.column_tiles * 4
-        return self.register_tiles * 8 + self.row_tiles * self.column_tiles * 4 + values
+        tiles = self.row_tiles * self.column_tiles
+        cells = -(-tiles // self.warps)
+        more = REGISTERS_OF_CELL * (cells - 1) if self.row_tiles > FEW_ROW_TILES else 0
+        return self.register_tiles * 8 + tiles * 4 + values + more
 
     def header(self) -> str:
         """The constants as the kernels include them."""
