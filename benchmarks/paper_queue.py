@@ -18,7 +18,7 @@ from pathlib import Path
 
 MINUTES = 27.0
 SINGLE_EPOCHS, FINETUNING_EPOCHS = 440, 120
-"""of two heads side by side: what fits beside the whole grid of dynamic evaluation, by the times on record"""
+"""of two heads side by side: what fits beside the grid of dynamic evaluation, if that takes 150 s for each head"""
 RUNS = Path("runs/paper")
 
 
