@@ -1,4 +1,6 @@
-"""Tables: one description, as HTML for the page and as text for the terminal; and how numbers are written."""
+"""Tables: one description, as HTML for the page, as text for the terminal and as Markdown for the documentation; and
+how numbers are written.
+"""
 
 from __future__ import annotations
 
@@ -158,6 +160,19 @@ class Table:
         rule = "-" * max(map(len, [*written, *groups]))
         notes = [plain_text(note) for note in self.notes]
         return "\n".join([self.caption, rule, *groups, written[0], rule, *written[1:], rule, *notes])
+
+    def to_markdown(self, *, has_notes: bool = True) -> str:
+        """The table, and its notes; a heading over columns stands before their titles, one over rows in bold."""
+        titles = [f"{c.group}: {c.title.lower()}" if c.group else c.title for c in self.columns]
+        rule = ["---:" if column.kind in ("number", "interval") else "---" for column in self.columns]
+        lines = [titles, rule]
+        for row in self.rows:
+            texts = [cell if isinstance(cell, str) else cell.text for cell in row.cells]
+            texts = [text.replace(NO_BREAK, " ").replace("|", "\\|") for text in texts]
+            lines.append([f"**{texts[0]}**", *[""] * (len(titles) - 1)] if row.is_heading else texts)
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        notes = self.notes if has_notes else ()
+        return "\n".join([table, *(f"{plain_text(note)}\n" for note in notes)])
 
     def _widened_groups(self, sizes: list[int]) -> list[str]:
         """The line of headings over columns, if there are any; ``sizes`` grow where a heading is wider than its own."""

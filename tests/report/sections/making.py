@@ -15,10 +15,14 @@ from sigsoftmax.report.tables import Table
 from sigsoftmax.report.theme import Looks
 
 
-def section_of(module, payloads: Sequence[Payload], tmp_path: Path) -> Section:
+def material_of(payloads: Sequence[Payload], tmp_path: Path) -> Material:
     path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
     append(path, [Record.of(payload, synthetic_runs.environment("a command")) for payload in payloads])
-    material = Material.of(load([path]))
+    return Material.of(load([path]))
+
+
+def section_of(module, payloads: Sequence[Payload], tmp_path: Path) -> Section:
+    material = material_of(payloads, tmp_path)
     looks = Looks([*material.published_heads(), *material.heads()])
     made = module.section(material) if module is benchmarks else module.section(material, looks)
     assert isinstance(made, Section)

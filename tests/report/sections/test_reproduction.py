@@ -5,13 +5,15 @@ import math
 
 import pytest
 from tests.report import synthetic_runs
-from tests.report.sections.making import rows_of, section_of, table_of
+from tests.report.sections.making import material_of, rows_of, section_of, table_of
 
-from sigsoftmax.records import Payload
+from sigsoftmax.records import Payload, paper
 from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
-from sigsoftmax.report.sections import reproduction
+from sigsoftmax.report.sections import reproduction, spectra
+from sigsoftmax.report.sections.perplexities import collect, perplexity_table
 from sigsoftmax.report.statistics import Sample
 from sigsoftmax.report.tables import Table
+from sigsoftmax.report.theme import Looks
 
 
 def run_of(head: str, seed: int, valid: float, test: float) -> list[Payload]:
@@ -37,10 +39,19 @@ def test_ours_stand_under_the_papers_with_mean_and_spread(tmp_path):
     made = section_of(reproduction, payloads, tmp_path)
     rows = rows_of(table_of(made, "Table 4."))
     assert rows[0] == ["softmax"]
-    assert rows[1][:6] == ["paper", "10", "61.1 ± 0.4", "58.8 ± 0.4", "59.2 ± 0.4", "57.0 ± 0.6"]
-    assert ["ours", "3", "–", "–", "59.40 ± 0.40", "57.30 ± 0.36", "–", "–"] in rows
+    assert rows[1][:7] == ["paper", "10", "–", "61.1 ± 0.4", "58.8 ± 0.4", "59.2 ± 0.4", "57.0 ± 0.6"]
+    assert ["ours", "3", "–", "–", "–", "59.40 ± 0.40", "57.30 ± 0.36", "–", "–"] in rows
     assert not [b for b in made.blocks if isinstance(b, Table) and b.caption.startswith("Table 1.")]
     assert "No records for tables 1, 2 and 5 of the paper." in "".join(b for b in made.blocks if isinstance(b, str))
+
+
+def test_heads_without_a_run_may_say_so(tmp_path):
+    material = material_of(run_of("softmax", 1, 59.0, 57.0), tmp_path)
+    variants, looks = collect(material)["ptb"], Looks(material.published_heads())
+    rows = rows_of(perplexity_table(paper.TABLES[3], "ptb", "", variants, looks, missing="not run yet"))
+    assert sum(row[0] == "ours: not run yet" for row in rows) == len(paper.HEADS) - 1
+    (ranks,) = spectra.tables(material, looks, missing="not run yet")
+    assert sum(row[0] == "ours: not run yet" for row in rows_of(ranks)) == len(paper.HEADS)
 
 
 def test_what_differs_from_the_recipe_is_kept_apart_and_said(tmp_path):
@@ -57,7 +68,7 @@ def test_the_published_batch_is_preferred(tmp_path):
     other = dataclasses.replace(valid, batch=1, loss=math.log(70.0))
     for payloads in ([valid, other], [other, valid]):
         rows = rows_of(table_of(section_of(reproduction, payloads, tmp_path), "Table 4."))
-        assert next(row for row in rows if row[0] == "ours")[4] == "59.00"
+        assert next(row for row in rows if row[0] == "ours")[5] == "59.00"
 
 
 def test_epochs_stand_in_for_a_missing_evaluation_and_are_marked(tmp_path):
@@ -66,7 +77,7 @@ def test_epochs_stand_in_for_a_missing_evaluation_and_are_marked(tmp_path):
     table = table_of(made, "Table 4.")
     ours = next(row for row in rows_of(table) if row[0] == "ours")
     best = Sample.of([math.exp(min(p.valid_loss for p in epochs if p.run.seed == s)) for s in synthetic_runs.SEEDS])
-    assert ours[2] == f"{best.mean:.2f} ± {best.deviation:.2f} †"
+    assert ours[2:4] == ["5", f"{best.mean:.2f} ± {best.deviation:.2f} †"]
     assert any("†" in note for note in table.notes)
 
 
@@ -75,14 +86,14 @@ def test_only_complete_evaluations_at_the_chosen_point_count(tmp_path):
     cut = [dataclasses.replace(p, complete=False) for p in every if p.split == "test"]
     made = section_of(reproduction, [p for p in every if p.split == "valid"] + cut, tmp_path)
     ours = next(row for row in rows_of(table_of(made, "Table 1.")) if row[0] == "ours")
-    assert ours[2] != "–"
-    assert ours[3] == "–"
+    assert ours[3] != "–"
+    assert ours[4] == "–"
 
 
 @pytest.mark.parametrize(
     ("second", "words"),
     [
-        ((56.9, 57.1, 57.3), "too few seeds to tell"),
+        ((56.9, 57.3, 57.2), "too few seeds to tell"),
         ((50.1, 50.2, 50.3), "sigsoftmax is lower than softmax"),
         ((64.1, 64.2, 64.3), "softmax is lower than sigsoftmax"),
     ],
@@ -102,8 +113,34 @@ def test_the_verdict_on_a_gap_follows_the_seeds(tmp_path, second, words):
 def test_one_seed_is_not_a_result(tmp_path):
     payloads = [*run_of("softmax", 1, 59.0, 57.0), *run_of("sigsoftmax", 1, 58.0, 56.0)]
     made = section_of(reproduction, payloads, tmp_path)
-    assert "fewer than 3 seeds of each: nothing can be resolved" in made.findings[0]
+    assert "fewer than 3 seeds in common: nothing is resolved" in made.findings[0]
     assert "the paper's gap takes about 27 of each" in made.findings[0]
+
+
+def test_gaps_are_paired_by_seed(tmp_path):
+    """The spread over seeds is common to both heads: a gap much smaller than it is resolved."""
+    first, gaps = (50.0, 60.0, 70.0), (0.9, 1.0, 1.1)
+    payloads = [p for seed, value in enumerate(first) for p in run_of("softmax", seed, value, value)]
+    payloads += [p for seed in (0, 1, 2) for p in run_of("sigsoftmax", seed, *[first[seed] - gaps[seed]] * 2)]
+    # A seed that the other head does not have is in no pair.
+    payloads += run_of("sigsoftmax", 7, 20.0, 20.0)
+    row = rows_of(table_of(section_of(reproduction, payloads, tmp_path), "softmax − sigsoftmax"))[1]
+    half = 4.302653 * 0.1 / math.sqrt(3.0)
+    assert row[2:4] == ["+1.00", f"+{1.0 - half:.2f} to +{1.0 + half:.2f}"]
+    assert row[5:] == ["3", "sigsoftmax is lower than softmax"]
+    ratios = [(value - gap) / value for value, gap in zip(first, gaps, strict=True)]
+    assert row[4] == f"−{100.0 * (1.0 - math.prod(ratios) ** (1 / 3)):.2f} %"
+
+
+def test_heads_without_a_common_seed_are_not_compared(tmp_path):
+    payloads = [*run_of("softmax", 1, 59.0, 57.0), *run_of("sigsoftmax", 2, 58.0, 56.0)]
+    assert section_of(reproduction, payloads, tmp_path).findings == []
+
+
+def test_the_control_for_scale_is_compared_with_both(tmp_path):
+    payloads = [p for head in ("softmax", "softmax(alpha=1.5)", "sigsoftmax") for p in run_of(head, 1, 59.0, 57.0)]
+    captions = [b.caption for b in section_of(reproduction, payloads, tmp_path).blocks if isinstance(b, Table)]
+    assert sum("softmax(alpha=1.5)" in caption for caption in captions) == 2
 
 
 def test_heads_under_different_settings_are_not_compared(tmp_path):
@@ -129,7 +166,7 @@ def test_other_corpora_have_a_table_of_their_own(tmp_path):
     ]
     made = section_of(reproduction, payloads, tmp_path)
     table = table_of(made, "Perplexity on my-folder")
-    assert [column.title for column in table.columns] == ["Source", "Seeds", "Validation", "Test"]
+    assert [column.title for column in table.columns] == ["Source", "Seeds", "Epochs", "Validation", "Test"]
     assert "paper" not in [row[0] for row in rows_of(table)]
     assert made.title == "Perplexities"
 
@@ -159,7 +196,7 @@ def test_dynamic_evaluation_of_a_model_that_was_not_finetuned_is_marked(tmp_path
     def shown(*payloads: Payload) -> str:
         table = table_of(section_of(reproduction, payloads, tmp_path), "Table 1.")
         assert any("‡" in note for note in table.notes) is (payloads == tuple(bare))
-        return next(row for row in rows_of(table) if row[0] == "ours")[3]
+        return next(row for row in rows_of(table) if row[0] == "ours")[4]
 
     assert shown(*bare) == "60.00 ‡"
     assert shown(*finetuned) == shown(*finetuned, *bare) == shown(*bare, *finetuned) != "60.00"

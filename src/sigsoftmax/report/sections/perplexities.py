@@ -1,4 +1,4 @@
-"""The paper's tables of perplexity beside ours: who was measured, how often, and which gaps that resolves."""
+"""The paper's tables of perplexity beside ours: who was measured, how often and for how long."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from sigsoftmax.records import Environment, paper
 from sigsoftmax.records.paper import PublishedTable, Split, Stage
 from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, RunIdentity
-from sigsoftmax.report.material import Material, changes, run_label, setting_label
-from sigsoftmax.report.statistics import LEAST_SEEDS, POWER, SIGNIFICANCE, Gap, Sample, perplexity
-from sigsoftmax.report.tables import DASH, MINUS, Cell, Column, Row, Table, range_text, sample_text, signed_text
+from sigsoftmax.report.material import Material, run_label, setting_label
+from sigsoftmax.report.statistics import Sample, perplexity
+from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table, range_text, sample_text
 from sigsoftmax.report.theme import Looks, head_label, same_head, swatch
 
-__all__ = ["Variant", "collect", "gap_tables", "grid_table", "perplexity_table"]
+__all__ = ["Variant", "collect", "grid_table", "perplexity_table"]
 
 Place = tuple[Stage, Split]
 
@@ -27,8 +27,6 @@ STAGE_TITLES: dict[Stage, str] = {
     "dynamic evaluation": "dynamic evaluation",
 }
 SPLIT_TITLES: dict[Split, str] = {"valid": "Validation", "test": "Test"}
-PAIRS = (("softmax", "sigsoftmax"), ("mos(K=15)", "moss(K=15)"))
-"""What the paper compares: the first is the paper's baseline."""
 
 
 @dataclass(kw_only=True)
@@ -50,6 +48,15 @@ class Variant:
     def sample(self, place: Place) -> Sample | None:
         found = self.perplexities.get(place)
         return Sample.of(list(found.values())) if found else None
+
+    def epochs_text(self) -> str:
+        """Epochs of training, and of finetuning after a plus; least to most where seeds differ."""
+        lengths = []
+        for phase in PHASES:
+            own = [[e.epoch for e in found if e.run.phase == phase] for found in self.epochs.values()]
+            if any(own):
+                lengths.append(range_text(max(found) for found in own if found))
+        return " + ".join(lengths) or DASH
 
     @property
     def setting(self) -> tuple[object, ...]:
@@ -157,8 +164,12 @@ def perplexity_table(
     looks: Looks,
     *,
     has_heading: bool = False,
+    missing: str = "",
 ) -> Table:
-    """A table of the paper with ours under it, head by head; without one, ours alone."""
+    """A table of the paper with ours under it, head by head; without one, ours alone.
+
+    ``missing``, where it is given, stands in a row of ours for every head of which there is no run.
+    """
     stages = table.stages if table else paper.STAGES
     places: list[Place] = [(stage, split) for stage in stages for split in paper.SPLITS]
     if table is None:
@@ -176,7 +187,7 @@ def perplexity_table(
             sources.append(source)
             seeds = next(iter(values.values())).seeds
             cells = [published_text(values.get(place)) for place in places]
-            group.append(Row((_source_text(source), str(seeds or DASH), *cells), class_="published"))
+            group.append(Row((_source_text(source), str(seeds or DASH), DASH, *cells), class_="published"))
         for variant in variants:
             if same_head(variant.run.head) != head or not any(place in variant.perplexities for place in places):
                 continue
@@ -196,13 +207,15 @@ def perplexity_table(
                     not_finetuned = True
                 cells.append(text)
             source = ", ".join(filter(None, ("ours", setting_label(variant.run))))
-            group.append(Row((source, range_text(counts), *cells), class_="ours"))
+            group.append(Row((source, range_text(counts), variant.epochs_text(), *cells), class_="ours"))
+        if missing and group and not any(row.class_ == "ours" for row in group):
+            group.append(Row((f"ours: {missing}", *[DASH] * (2 + len(places))), class_="ours"))
         if group:
             rows += [Row((Cell(head_label(head), swatch(looks[head])),)), *group]
     one_stage = len({stage for stage, _ in places}) == 1
-    columns = [Column("Source", "label"), Column("Seeds")]
+    columns = [Column("Source", "label"), Column("Seeds"), Column("Epochs")]
     columns += [Column(SPLIT_TITLES[split], group="" if one_stage else STAGE_TITLES[stage]) for stage, split in places]
-    notes = ["Mean ± standard deviation over seeds."]
+    notes = ["Mean ± standard deviation over seeds. Epochs: of training, and of finetuning after the plus."]
     if sources:
         named = [
             source if source.startswith(_source_text(source)) else f"{_source_text(source)}: {source}"
@@ -216,123 +229,6 @@ def perplexity_table(
     if not_finetuned:
         notes.append("‡ Of models that were not finetuned; the paper's were.")
     return Table(caption=title, columns=columns, rows=rows, notes=notes, has_heading=has_heading)
-
-
-# --- gaps ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A gap between two heads at a stage, the paper's and ours."""
-
-    corpus: str
-    first: str
-    second: str
-    stage: Stage
-    split: Split
-    published: Gap | None
-    own: Gap
-    setting: str
-
-    def interval(self) -> str:
-        half = self.own.half_interval
-        if half is None or not math.isfinite(self.own.size):
-            return DASH
-        return f"{signed_text(self.own.size - half)} to {signed_text(self.own.size + half)}"
-
-    def verdict(self) -> str:
-        """Whether our seeds show a difference, and if not, how many would."""
-        if not math.isfinite(self.own.size):
-            return "not finite: nothing follows"
-        if self.own.is_resolved is None:
-            needed = self.published.seeds_needed() if self.published else None
-            more = f"; the paper's gap takes about {needed} of each at its spread" if needed else ""
-            return f"fewer than {LEAST_SEEDS} seeds of each: nothing can be resolved{more}"
-        if self.own.is_resolved:
-            better, worse = (self.second, self.first) if self.own.size > 0.0 else (self.first, self.second)
-            return f"{head_label(better)} is lower than {head_label(worse)}"
-        needed = self.own.seeds_needed()
-        more = f"; a gap of this size takes about {needed:,} seeds of each" if needed else ""
-        return f"too few seeds to tell{more}"
-
-
-def judged_gaps(corpus: str, variants: Sequence[Variant], stages: Sequence[Stage] = paper.STAGES) -> list[Judged]:
-    """The paper's comparisons wherever both heads were run under the same setting."""
-    found = []
-    for first, second in PAIRS:
-        for one in (v for v in variants if same_head(v.run.head) == first):
-            for other in (v for v in variants if same_head(v.run.head) == second and v.setting == one.setting):
-                for stage in stages:
-                    for split in paper.SPLITS:
-                        samples = one.sample((stage, split)), other.sample((stage, split))
-                        if samples[0] is None or samples[1] is None:
-                            continue
-                        found.append(
-                            Judged(
-                                corpus=corpus,
-                                first=first,
-                                second=second,
-                                stage=stage,
-                                split=split,
-                                published=_published_gap(corpus, first, second, stage, split),
-                                own=Gap(samples[0], samples[1]),
-                                setting=", ".join(changes(one.run)),
-                            )
-                        )
-    return found
-
-
-def _published_gap(corpus: str, first: str, second: str, stage: Stage, split: Split) -> Gap | None:
-    samples = []
-    for head in (first, second):
-        values = paper.results(corpus=corpus, head=head, stage=stage, split=split)
-        if not values or values[0].seeds is None:
-            return None
-        samples.append(Sample(values[0].perplexity, values[0].deviation, values[0].seeds))
-    return Gap(*samples)
-
-
-def gap_tables(corpus: str, gaps: Sequence[Judged]) -> list[Table]:
-    """One for every comparison."""
-    found = []
-    for first, second, setting in dict.fromkeys((gap.first, gap.second, gap.setting) for gap in gaps):
-        here = [gap for gap in gaps if (gap.first, gap.second, gap.setting) == (first, second, setting)]
-        rows = [
-            Row(
-                (
-                    f"{SPLIT_TITLES[gap.split]}, {STAGE_TITLES[gap.stage]}",
-                    gap_text(gap.published),
-                    gap_text(gap.own),
-                    gap.interval(),
-                    f"{gap.own.first.count} and {gap.own.second.count}",
-                    gap.verdict(),
-                )
-            )
-            for gap in here
-        ]
-        columns = [Column("Perplexity", "label"), Column("Paper"), Column("Ours"), Column("95 % interval")]
-        title = f"{head_label(first)} {MINUS} {head_label(second)} on {corpus}"
-        found.append(
-            Table(
-                caption=", ".join(filter(None, (title, setting))) + ": are the seeds enough?",
-                columns=[*columns, Column("Our seeds"), Column("What it shows", "words")],
-                rows=rows,
-                notes=[
-                    f"Gap ± standard error of the difference: above zero where {head_label(second)} is lower.",
-                    f"Interval: Welch's. Seeds that a gap takes: for a test at {SIGNIFICANCE:.0%}, {POWER:.0%} power.",
-                ],
-                has_heading=True,
-            )
-        )
-    return found
-
-
-def gap_text(gap: Gap | None) -> str:
-    if gap is None:
-        return DASH
-    # Where there are too few seeds for an interval, a standard error would be read as one.
-    error = None if gap.half_interval is None else gap.standard_error
-    return signed_text(gap.size) + (f" ± {error:.2f}" if error is not None else "")
 
 
 # --- dynamic evaluation's grid ------------------------------------------------------------------------------------

@@ -12,17 +12,14 @@ from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, numbers
 from sigsoftmax.report.markup import plot_text, tag
 from sigsoftmax.report.material import Material, corpus_label, run_label
 from sigsoftmax.report.section import Absent, Block, Section
+from sigsoftmax.report.sections.gaps import Judged, gap_tables, judged_gaps
 from sigsoftmax.report.sections.perplexities import (
     SPLIT_TITLES,
     STAGE_TITLES,
-    Judged,
     Place,
     Variant,
     collect,
-    gap_tables,
-    gap_text,
     grid_table,
-    judged_gaps,
     ordered_heads,
     perplexity_table,
 )
@@ -122,12 +119,13 @@ def _findings(gaps: Sequence[Judged]) -> list[str]:
     for found in comparisons.values():
         gap = max(
             found,
-            key=lambda g: (g.own.is_resolved is not None, paper.STAGES.index(g.stage), paper.SPLITS.index(g.split)),
+            key=lambda g: (g.paired.is_resolved is not None, paper.STAGES.index(g.stage), paper.SPLITS.index(g.split)),
         )
         published = f" (paper: {signed_text(gap.published.size)})" if gap.published else ""
         setting = f" ({gap.setting})" if gap.setting else ""
         where = f"{corpus_label(gap.corpus)}, {SPLIT_TITLES[gap.split].lower()}, {STAGE_TITLES[gap.stage]}{setting}"
-        size = f"{head_label(gap.first)} minus {head_label(gap.second)} is {gap_text(gap.own)}{published}"
+        interval = f" ({gap.interval()})" if gap.paired.interval else ""
+        size = f"{head_label(gap.first)} minus {head_label(gap.second)} is {signed_text(gap.size)}{interval}{published}"
         lines.append(sentence(f"{where}: {size}; {gap.verdict()}."))
     return lines
 

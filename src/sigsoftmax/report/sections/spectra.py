@@ -328,10 +328,10 @@ def _findings(curves: Sequence[Curve], where: str) -> list[str]:
 # --- table 3, bounds ----------------------------------------------------------------------------------------------
 
 
-def tables(material: Material, looks: Looks) -> list[Table]:
-    """The paper's table of ranks with ours under it."""
+def tables(material: Material, looks: Looks, missing: str = "") -> list[Table]:
+    """The paper's table of ranks with ours under it; ``missing`` stands for ours of heads that have none."""
     measured = [e.payload for e in material.model_spectra if e.payload.run.corpus in paper.CORPORA]
-    if not measured:
+    if not (measured or missing):
         return []
     rows: list[Row] = []
     heads = list(dict.fromkeys([*paper.HEADS, *(same_head(m.run.head) for m in measured)]))
@@ -350,6 +350,8 @@ def tables(material: Material, looks: Looks) -> list[Table]:
                 cells.append(_ranks_text(chosen))
             state = PHASES.get(phase, phase)
             rows.append(Row((", ".join(filter(None, ("ours", label, state, split))), *cells), class_="ours"))
+        if missing and not own:
+            rows.append(Row((f"ours: {missing}", *[DASH] * len(paper.CORPORA)), class_="ours"))
     columns = [Column("Source", "label")]
     columns += [Column(label) for label in paper.CORPORA.values()]
     return [

@@ -1,0 +1,174 @@
+"""Gaps between two heads, the paper's beside ours: ours are paired by seed, with Student's interval over the seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sigsoftmax.records import paper
+from sigsoftmax.records.paper import Split, Stage
+from sigsoftmax.report.material import changes
+from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant
+from sigsoftmax.report.statistics import LEAST_SEEDS, POWER, SIGNIFICANCE, Gap, PairedDifference, Sample
+from sigsoftmax.report.tables import DASH, MINUS, Column, Row, Table, signed_text
+from sigsoftmax.report.theme import head_label, same_head
+
+__all__ = ["PAIRS", "Judged", "gap_tables", "judged_gaps"]
+
+SCALED = "softmax(alpha=1.5)"
+"""softmax of logits with a larger scale: the control for sigsoftmax, whose slope lies between 1 and 2"""
+PAIRS = (
+    *(("softmax", "sigsoftmax"), ("mos(K=15)", "moss(K=15)")),
+    *(("softmax", SCALED), (SCALED, "sigsoftmax"), ("softmax", "sigmoid"), ("sigsoftmax", "sigmoid")),
+    *(("softmax", "gss(k=0)"), ("softmax", "relu"), ("softmax", "mos(K=15)")),
+)
+"""What is compared, the baseline first: what the paper claims, then what may explain it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A gap between two heads at a stage, the paper's and ours: above zero where the second head is lower."""
+
+    corpus: str
+    first: str
+    second: str
+    stage: Stage
+    split: Split
+    published: Gap | None
+    paired: PairedDifference
+    """of perplexities, over the seeds that both heads have"""
+    relative: float
+    """the second head's perplexity relative to the first's, less 1: the mean over the same seeds, of logarithms"""
+    setting: str
+
+    @property
+    def size(self) -> float:
+        return self.paired.mean
+
+    def interval(self) -> str:
+        ends = self.paired.interval
+        if ends is None or not math.isfinite(self.size):
+            return DASH
+        return " to ".join(map(signed_text, ends))
+
+    def verdict(self) -> str:
+        """Whether our seeds show a difference."""
+        if not math.isfinite(self.size):
+            return "not finite: nothing follows"
+        if self.paired.is_resolved is None:
+            needed = self.published.seeds_needed() if self.published else None
+            more = f"; the paper's gap takes about {needed} of each at its spread" if needed else ""
+            return f"fewer than {LEAST_SEEDS} seeds in common: nothing is resolved{more}"
+        if self.paired.is_resolved:
+            better, worse = (self.second, self.first) if self.size > 0.0 else (self.first, self.second)
+            return f"{head_label(better)} is lower than {head_label(worse)}"
+        return "too few seeds to tell: the interval includes zero"
+
+
+def judged_gaps(corpus: str, variants: Sequence[Variant], stages: Sequence[Stage] = paper.STAGES) -> list[Judged]:
+    """The comparisons of ``PAIRS`` wherever both heads were run with a common seed under the same setting."""
+    found = []
+    for first, second in PAIRS:
+        for one in (v for v in variants if same_head(v.run.head) == first):
+            for other in (v for v in variants if same_head(v.run.head) == second and v.setting == one.setting):
+                for stage in stages:
+                    for split in paper.SPLITS:
+                        gap = _judged(corpus, (first, second), (stage, split), (one, other))
+                        found += [gap] if gap else []
+    return found
+
+
+def _judged(
+    corpus: str,
+    heads: tuple[str, str],
+    place: Place,
+    variants: tuple[Variant, Variant],
+) -> Judged | None:
+    first, second = (variant.perplexities.get(place, {}) for variant in variants)
+    paired = PairedDifference.of(first, second)
+    if paired is None:
+        return None
+    logs = [{seed: math.log(values[seed]) for seed in paired.seeds} for values in (second, first)]
+    relative = PairedDifference.of(logs[0], logs[1])
+    assert relative is not None
+    return Judged(
+        corpus=corpus,
+        first=heads[0],
+        second=heads[1],
+        stage=place[0],
+        split=place[1],
+        published=published_gap(corpus, *heads, *place),
+        paired=paired,
+        relative=relative.perplexity_change,
+        setting=", ".join(changes(variants[0].run)),
+    )
+
+
+def published_gap(corpus: str, first: str, second: str, stage: Stage, split: Split) -> Gap | None:
+    """The paper's own, where it has both heads."""
+    samples = []
+    for head in (first, second):
+        values = paper.results(corpus=corpus, head=head, stage=stage, split=split)
+        if not values or values[0].seeds is None:
+            return None
+        samples.append(Sample(values[0].perplexity, values[0].deviation, values[0].seeds))
+    return Gap(*samples)
+
+
+def gap_tables(corpus: str, gaps: Sequence[Judged]) -> list[Table]:
+    """One for every comparison."""
+    found = []
+    for first, second, setting in dict.fromkeys((gap.first, gap.second, gap.setting) for gap in gaps):
+        here = [gap for gap in gaps if (gap.first, gap.second, gap.setting) == (first, second, setting)]
+        rows = [
+            Row(
+                (
+                    f"{SPLIT_TITLES[gap.split]}, {STAGE_TITLES[gap.stage]}",
+                    _published_text(gap.published),
+                    signed_text(gap.size),
+                    gap.interval(),
+                    percent_text(gap.relative),
+                    str(len(gap.paired.seeds)),
+                    gap.verdict(),
+                )
+            )
+            for gap in here
+        ]
+        columns = [Column("Perplexity", "label"), Column("Paper"), Column("Ours"), Column("95 % interval")]
+        columns += [Column("Relative"), Column("Seeds in common"), Column("What it shows", "words")]
+        title = f"{head_label(first)} {MINUS} {head_label(second)} on {corpus}"
+        found.append(
+            Table(
+                caption=", ".join(filter(None, (title, setting))) + ": are the seeds enough?",
+                columns=columns,
+                rows=rows,
+                notes=_notes(first, second),
+                has_heading=True,
+            )
+        )
+    return found
+
+
+def _notes(first: str, second: str) -> list[str]:
+    meaning = (
+        f"Above zero where {head_label(second)} is lower. Relative: its perplexity against {head_label(first)}'s. "
+        "The paper's gap has the standard error of the difference."
+    )
+    intervals = (
+        f"Ours are differences over equal seeds with Student's interval; below {LEAST_SEEDS} seeds there is none. "
+        f"Seeds that a gap takes: for a test at {SIGNIFICANCE:.0%} with {POWER:.0%} power."
+    )
+    return [meaning, intervals]
+
+
+def percent_text(share: float) -> str:
+    """A relative change, with its sign."""
+    return f"{signed_text(100.0 * share)} %" if math.isfinite(share) else DASH
+
+
+def _published_text(gap: Gap | None) -> str:
+    if gap is None:
+        return DASH
+    error = gap.standard_error
+    return signed_text(gap.size) + ("" if error is None else f" ± {error:.2f}")
