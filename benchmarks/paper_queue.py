@@ -13,13 +13,21 @@ import argparse
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from sigsoftmax.records import Record, read
+from sigsoftmax.records.model_spectra import ModelSpectrum
+from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
 
 MINUTES = 27.0
 SINGLE_EPOCHS, FINETUNING_EPOCHS = 440, 120
 """of two heads side by side: what fits beside the grid of dynamic evaluation, if that takes 150 s for each head"""
 RUNS = Path("runs/paper")
+FOLDER = Path(__file__).parents[1] / "results" / "paper"
+STAGES = ("training", "finetuning", "dynamic evaluation", "ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +76,57 @@ QUEUE = (
 )
 
 
-def table() -> str:
-    """The queue as a table for a page."""
+def table(folder: Path = FOLDER) -> str:
+    """The queue as a table for a page, with what the records in ``folder`` say of each line."""
     lines = [
-        "| line | recipes, side by side | seed | epochs | of finetuning, at most |",
-        "| --- | --- | --- | --- | --- |",
+        "| line | recipes, side by side | seed | epochs | of finetuning, at most | state |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for line in QUEUE:
-        recipes = ", ".join(f"{line.setting}-{head}" for head in line.heads)
-        lines.append(f"| {line.number} | {recipes} | {line.seed} | {line.epochs} | {line.finetuning_epochs} |")
+        cells = (line.number, ", ".join(recipes(line)), line.seed, line.epochs, line.finetuning_epochs)
+        lines.append(f"| {' | '.join(map(str, cells))} | {state(line, records_of(line, folder))} |")
+    return "".join(f"{text}\n" for text in lines)
+
+
+def recipes(line: Line) -> list[str]:
+    return [f"{line.setting}-{head}" for head in line.heads]
+
+
+def records_of(line: Line, folder: Path = FOLDER) -> list[Record]:
+    path = folder / f"{line.name}.jsonl"
+    return list(read(path)) if path.is_file() else []
+
+
+def state(line: Line, records: Sequence[Record]) -> str:
+    """Whether a line was run, when, on which revision, and which stages some head of it lacks."""
+    if not records:
+        return "not run yet"
+    lacking = [stage for stage in STAGES if not all(_has(stage, line, recipe, records) for recipe in recipes(line))]
+    where = records[-1].environment
+    words = f"{where.time_utc[:10]}, {where.device}, {where.revision_text}"
+    return f"stopped without all of: {', '.join(lacking)} ({words})" if lacking else f"done ({words})"
+
+
+def _has(stage: str, line: Line, recipe: str, records: Sequence[Record]) -> bool:
+    def payloads(kind: Any) -> list[Any]:
+        found = [record.payload_as(kind) for record in records if record.kind == kind.KIND]
+        return [payload for payload in found if payload.run.recipe == recipe]
+
+    if stage == "training":
+        return any(e.run.phase == "train" and e.epoch == line.epochs for e in payloads(EpochRecord))
+    if stage == "finetuning":
+        return any(e.run.phase == "finetune" and e.split == "test" for e in payloads(EvaluationRecord))
+    if stage == "dynamic evaluation":
+        return any(e.chosen and e.complete and e.split == "test" for e in payloads(DynamicEvaluationRecord))
+    return bool(payloads(ModelSpectrum))
+
+
+def commands(folder: Path = FOLDER) -> str:
+    """The commands of the lines that were run, as their records hold them."""
+    lines = []
+    for line in QUEUE:
+        made = dict.fromkeys(record.environment.command for record in records_of(line, folder))
+        lines += [f"# line {line.number}", *made] if made else []
     return "".join(f"{text}\n" for text in lines)
 
 

@@ -10,28 +10,21 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from math import exp
 from pathlib import Path
 
 import overview
 import time_memory
+import whole_run_findings
+import whole_runs
 from bars import drawn_from
 from overview import Suites
+from whole_runs import WholeRuns
 from write_docs import NO_RECORDS, markdown_table, rewritten
-from write_reproduction import (
-    CONTROL_EPOCH,
-    CONTROL_SEEDS,
-    CONTROLS,
-    RESULTS,
-    Records,
-    control_losses,
-)
+from write_reproduction import RESULTS, Records
 
 from sigsoftmax import family
-from sigsoftmax.records.spectra import Spectrum
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "distributed.md")
@@ -71,30 +64,6 @@ def _price(name: str, ratios: Mapping[str, float]) -> str:
     return f"{fixed[0]:.2f}x" if fixed else overview.NONE
 
 
-def paper(records: Records) -> str:
-    """What the first epochs of the paper's recipe gave, with its controls, and ranks by two rules."""
-    rows, losses = [], control_losses(records)
-    for recipe, words in CONTROLS.items():
-        perplexities = [exp(loss) for loss in losses[recipe].values()]
-        spread = f" ± {statistics.stdev(perplexities):.2f}" if len(perplexities) > 1 else ""
-        spectrum = next((m.spectrum for m in records.spectra if m.run.recipe == recipe), None)
-        ranks = ["", ""] if spectrum is None else [_rank(spectrum, rule) for rule in ("press32", "numpy32")]
-        shown = f"{statistics.fmean(perplexities):.2f}{spread}" if perplexities else "not yet run"
-        rows.append([words, shown, *ranks])
-    heads = (
-        "head",
-        f"validation perplexity after {CONTROL_EPOCH} epochs, {len(CONTROL_SEEDS)} seeds",
-        "rank, the paper's rule",
-        "rank, numpy's rule in float32",
-    )
-    return markdown_table(heads, "lrrr", rows) + "\n"
-
-
-def _rank(spectrum: Spectrum, rule: str) -> str:
-    rank = spectrum.count(rule).rank
-    return "below the noise floor" if rank is None else f"{rank:,}"
-
-
 def parts(suites: Suites, records: Records) -> dict[str, Callable[[], str]]:
     return {
         "peers": lambda: overview.peers(suites),
@@ -104,8 +73,13 @@ def parts(suites: Suites, records: Records) -> dict[str, Callable[[], str]]:
         "exchange": lambda: overview.exchange(suites),
         "targets": lambda: overview.targets_met(suites),
         "members": lambda: members(suites),
-        "paper": lambda: paper(records),
+        "paper": lambda: _paper(records.whole),
     }
+
+
+def _paper(runs: WholeRuns) -> str:
+    """The whole runs of the paper's recipes: a line or two, and the table."""
+    return f"{whole_run_findings.summary(runs)}\n{whole_runs.first_table(runs, has_longer=False)}"
 
 
 def _place(suites: Suites) -> str:

@@ -1,7 +1,8 @@
-"""Make the tables of docs/reproduction.md from the records in results/: `make reproduction-docs`.
+"""Make the tables and pictures of docs/reproduction.md from the records in results/: `make reproduction-docs`.
 
+Whole runs are in results/paper/ and have tables and pictures of their own; files in results/ itself are of short runs.
 The page is written by hand but for what stands between `<!-- generated: NAME -->` and `<!-- end -->`. `--check` writes
-nothing and exits with 1 if the page is not what the records give.
+nothing and exits with 1 if the page or a picture is not what the records give.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from functools import partial
 from pathlib import Path
 
 import paper_queue
+import whole_run_findings
+import whole_run_pictures
+import whole_runs
+from whole_runs import RANK_HEADER, WholeRuns, rank_cells
 from write_docs import NO_RECORDS, rewritten
 
 from sigsoftmax.records import Environment, read
@@ -23,14 +28,13 @@ from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.paper import RANKS
 from sigsoftmax.records.references import ReferenceCurve, reference_curves
 from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
-from sigsoftmax.report.statistics import student_quantile
+from sigsoftmax.report.statistics import PairedDifference, student_quantile
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reproduction.md"
 RESULTS = ROOT / "results"
+IMAGES = PAGE.parent / "images"
 
-RANK_RULES = ("press32", "numpy32", "numpy64", "noise")
-"""described in docs/analysis.md; ``noise`` counts what stands above the noise floor"""
 GATE_FROM, GATE = 8, 0.04
 """epoch from which a curve must be within this fraction of the reference"""
 EQUAL_EPOCHS, EQUAL = range(15, 23), 0.01
@@ -53,7 +57,7 @@ Epochs = dict[int, EpochRecord]
 
 
 class Records:
-    """All that results/ holds, by run."""
+    """All that results/ holds, by run: short runs, and the whole ones for themselves."""
 
     def __init__(self, folder: Path) -> None:
         self.curves: dict[tuple[str, str, int], Epochs] = defaultdict(dict)
@@ -62,7 +66,9 @@ class Records:
         self.evaluations: list[EvaluationRecord] = []
         self.dynamic: list[tuple[DynamicEvaluationRecord, Environment]] = []
         self.spectra: list[ModelSpectrum] = []
-        for path in sorted(folder.glob("**/*.jsonl")):
+        self.whole = WholeRuns(folder / paper_queue.FOLDER.name)
+        self.whole_folder = folder / paper_queue.FOLDER.name
+        for path in sorted(folder.glob("*.jsonl")):
             for record in read(path):
                 if record.kind == EpochRecord.KIND:
                     epoch = record.payload_as(EpochRecord)
@@ -281,36 +287,52 @@ def ranks(records: Records) -> str:
     published = {(rank.corpus, rank.head): rank.rank for rank in RANKS}
     rows = []
     for m in records.spectra:
-        spectrum = m.spectrum
-        counts = [
-            "below noise" if (count := spectrum.count(rule)).rank is None else f"{count.rank:,}" for rule in RANK_RULES
-        ]
         # A spectrum does not tell its recurrence; those on record are older than the persistent one.
         hows = (m.run.precision, f"{m.run.precision}, persistent")
         curves = (records.curves.get((m.run.recipe, how, m.run.seed)) for how in hows)
         epochs = next((curve for curve in curves if curve), {})
         last = epochs[max(epochs)] if epochs else None
         loss = "" if last is None else f"{last.valid_loss:.3f} ({math.exp(last.valid_loss):.1f})"
-        noise = f"{spectrum.noise_floor / spectrum.largest:.1e}"
         paper = published.get((m.run.corpus, m.run.head))
         rows.append(
             [
                 f"{m.run.recipe}, seed {m.run.seed}, {'' if last is None else last.epoch} epochs",
                 loss,
-                *counts,
-                noise,
-                f"{spectrum.effective_rank:.0f}",
+                *rank_cells(m.spectrum),
                 "" if paper is None else f"{paper:,}",
             ]
         )
     if not rows:
         return NO_RECORDS
-    header = ["model", "valid loss in nats (perplexity)", *RANK_RULES, "noise floor / largest", "effective rank"]
-    return table([*header, "press32 in the paper, finetuned"], rows)
+    header = ["model", "valid loss in nats (perplexity)", *RANK_HEADER, "press32 in the paper, finetuned"]
+    return table(header, rows)
+
+
+def findings(records: Records) -> str:
+    """What the whole runs say, with the lead of the short ones beside it."""
+    losses = control_losses(records)
+    early = PairedDifference.of(losses["ptb-sigsoftmax"], losses["ptb-softmax"])
+    return whole_run_findings.findings(records.whole, None if early is None else early.perplexity_change)
+
+
+def commands(records: Records) -> str:
+    """The commands of whole runs, as their records hold them."""
+    made = paper_queue.commands(records.whole_folder)
+    return f"```text\n{made}```\n" if made else NO_RECORDS
 
 
 PARTS: Mapping[str, Callable[[Records], str]] = {
-    "queue": lambda _: paper_queue.table(),
+    "whole-runs": lambda records: whole_runs.first_table(records.whole),
+    "whole-runs-picture": lambda records: whole_run_pictures.picture_text(records.whole),
+    "findings": findings,
+    "paper-tables": lambda records: whole_runs.paper_tables(records.whole),
+    "differences": lambda records: whole_runs.differences(records.whole),
+    "static-dynamic": lambda records: whole_runs.static_and_dynamic(records.whole),
+    "whole-runs-ranks": lambda records: whole_runs.ranks(records.whole),
+    "spectra-picture": lambda records: whole_run_pictures.spectra_text(records.whole),
+    "whole-runs-times": lambda records: whole_runs.times(records.whole),
+    "whole-runs-commands": commands,
+    "queue": lambda records: paper_queue.table(records.whole_folder),
     "stage-gate": stage_gate,
     "first-epoch": first_epoch,
     "precisions": precisions,
@@ -328,7 +350,12 @@ def main() -> int:
     arguments = parser.parse_args()
     records = Records(RESULTS)
     parts = {name: partial(part, records) for name, part in PARTS.items()}
-    return rewritten(PAGE, parts, check=arguments.check, advice="run make reproduction-docs")
+    stale = rewritten(PAGE, parts, check=arguments.check, advice="run make reproduction-docs")
+    drawn = whole_run_pictures.pictures(records.whole, IMAGES, check=arguments.check)
+    if drawn and arguments.check:
+        print(f"{', '.join(drawn)}: not what the records give; run make reproduction-docs")
+        return 1
+    return stale
 
 
 if __name__ == "__main__":

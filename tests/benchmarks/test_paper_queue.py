@@ -1,14 +1,18 @@
 """The queue of the paper's tables: every line is a command that the package takes, and keeps its records."""
 
+import dataclasses
 import shlex
 from pathlib import Path
 
 import paper_queue
 import pytest
 from paper_queue import QUEUE, RUNS, Line, gather
+from tests.benchmarks.test_whole_runs import run_of, spectrum_of
 
 from sigsoftmax.cli import _parser
 from sigsoftmax.experiments.reproduce import ReproduceConfig
+from sigsoftmax.records import Record, append
+from sigsoftmax.records.training import EpochRecord
 
 
 def config_of(line: Line) -> ReproduceConfig:
@@ -53,6 +57,26 @@ def test_records_of_all_runs_are_gathered(tmp_path: Path, monkeypatch: pytest.Mo
         (folder / "records.jsonl").write_text(f'{{"place": "{place}"}}\n')
     assert gather(line, Path("results")) == 3
     assert len((Path("results") / f"{line.name}.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_table_says_which_lines_are_done(tmp_path: Path) -> None:
+    line = QUEUE[0]
+    records = []
+    for recipe in paper_queue.recipes(line):
+        head = recipe.removeprefix("ptb-")
+        payloads = [*run_of(head, line.seed, (60.0, 59.0, 51.0)), spectrum_of(head, line.seed, 402)]
+        for payload in payloads:
+            last = isinstance(payload, EpochRecord) and payload.epoch == 30
+            records.append(Record.of(dataclasses.replace(payload, epoch=line.epochs) if last else payload))
+    states = {kept: paper_queue.state(line, records[:kept]) for kept in (0, 3, len(records) - 1, len(records))}
+    assert states[0] == "not run yet"
+    assert states[3].startswith("stopped without all of: training, finetuning, dynamic evaluation, ranks (")
+    assert states[len(records) - 1].startswith("stopped without all of: ranks (")
+    assert states[len(records)].startswith(f"done ({records[-1].environment.time_utc[:10]}, ")
+    append(tmp_path / f"{line.name}.jsonl", records)
+    rows = paper_queue.table(tmp_path).splitlines()[2:]
+    assert ["| done (" in row for row in rows] == [True] + [False] * (len(QUEUE) - 1)
+    assert paper_queue.commands(tmp_path).splitlines() == ["# line 1", records[0].environment.command]
 
 
 def test_without_a_line_the_queue_is_printed(

@@ -1,0 +1,341 @@
+"""What the whole runs say about the paper's claims, in sentences that are made from the records.
+
+A claim about losses holds, or does not, where the interval over at least three seeds leaves out zero. Until then it is
+open, and the sentence says what the seeds on record show.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paper_queue import QUEUE
+from whole_runs import HEADS, NOT_RUN, WholeRuns, last_epoch, line_heads, seeds_text, spectra_of
+
+from sigsoftmax.records import paper
+from sigsoftmax.records.paper import Split, Stage
+from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.report.material import corpus_label
+from sigsoftmax.report.sections.gaps import SCALED, Judged, percent_text
+from sigsoftmax.report.sections.perplexities import Variant, published_text
+from sigsoftmax.report.statistics import LEAST_SEEDS, PairedDifference
+from sigsoftmax.report.tables import range_text, sample_text
+from sigsoftmax.report.theme import head_label, same_head
+
+Verdict = Literal["holds", "does not hold", "open"]
+TITLES: dict[Verdict, str] = {
+    "holds": "What holds",
+    "does not hold": "What does not hold",
+    "open": "What is open",
+}
+EARLY = 22
+"""the epoch after which heads were compared before there were whole runs"""
+WIDTH = 400
+"""hidden units of the paper's models with a single output function"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    verdict: Verdict
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Whether the second head is lower than the first."""
+
+    title: str
+    first: str
+    second: str
+    corpus: str = "ptb"
+
+
+QUESTIONS = (
+    Question(title="sigsoftmax is lower than softmax", first="softmax", second="sigsoftmax"),
+    Question(title="sigsoftmax is lower than softmax of scaled logits", first=SCALED, second="sigsoftmax"),
+    Question(title="sigmoid is lower than sigsoftmax", first="sigsoftmax", second="sigmoid"),
+    Question(title="MoSS is lower than MoS", first="mos(K=15)", second="moss(K=15)"),
+    Question(title="sigsoftmax is lower than softmax", first="softmax", second="sigsoftmax", corpus="wikitext-2"),
+)
+
+
+def findings(runs: WholeRuns, early_lead: float | None) -> str:
+    """All claims by their verdict. ``early_lead``: what the short runs gave, relative to softmax."""
+    made = list(claims(runs, early_lead))
+    blocks = []
+    for verdict, title in TITLES.items():
+        texts = [claim.text for claim in made if claim.verdict == verdict]
+        lines = "".join(f"- {text}\n" for text in texts) or "- Nothing that the records on hand can say.\n"
+        blocks.append(f"**{title}**\n\n{lines}")
+    return "\n".join(blocks)
+
+
+def claims(runs: WholeRuns, early_lead: float | None) -> Iterator[Claim]:
+    for question in QUESTIONS:
+        asked = list(_of_question(runs, question))
+        yield from asked or [Claim("open", _not_run(runs, question))]
+        if question is QUESTIONS[0]:
+            yield from _leads(runs, early_lead)
+            yield from _dynamic(runs)
+    yield from _levels(runs)
+    yield from _ranks(runs)
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------
+
+
+def _of_question(runs: WholeRuns, question: Question) -> Iterator[Claim]:
+    """One claim for each schedule that both heads were run with."""
+    gaps = [g for g in runs.gaps(question.corpus) if (g.first, g.second) == (question.first, question.second)]
+    for setting in dict.fromkeys(gap.setting for gap in gaps):
+        here = {gap.stage: gap for gap in gaps if gap.setting == setting and gap.split == "test"}
+        if not here:
+            continue
+        last = here[max(here, key=paper.STAGES.index)]
+        parts = [f"{_stage_words(stage)} {percent_text(gap.relative)}{_paper_gap(gap)}" for stage, gap in here.items()]
+        text = (
+            f"*{question.title}* ({corpus_label(question.corpus)}, {setting}): its test perplexity relative to that of "
+            f"{head_label(question.first)} is {'; '.join(parts)}. {_resolution(last)}"
+        )
+        yield Claim(_verdict(last), text)
+
+
+def _verdict(gap: Judged) -> Verdict:
+    if not gap.paired.is_resolved:
+        return "open"
+    return "holds" if gap.size > 0.0 else "does not hold"
+
+
+def _stage_words(stage: Stage) -> str:
+    return {"trained": "after training", "finetuned": "finetuned", "dynamic evaluation": "under dynamic evaluation"}[
+        stage
+    ]
+
+
+def _paper_gap(gap: Judged) -> str:
+    if gap.published is None:
+        return ""
+    return f" (paper {percent_text(gap.published.second.mean / gap.published.first.mean - 1.0)})"
+
+
+def _resolution(gap: Judged) -> str:
+    count = len(gap.paired.seeds)
+    if gap.paired.is_resolved is None:
+        return f"With {seeds_text(count)} nothing is resolved; {LEAST_SEEDS} are the least."
+    resolved = "resolved" if gap.paired.is_resolved else "not resolved"
+    return f"At the last of these stages the gap is {resolved} by {count} seeds ({gap.interval()} in perplexity)."
+
+
+def _not_run(runs: WholeRuns, question: Question) -> str:
+    """Which lines of the queue are waited for."""
+    lacking = {head for head in (question.first, question.second) if not runs.variants(question.corpus, head)}
+    wanted = [line.number for line in QUEUE if lacking & line_heads(line, question.corpus)]
+    lines = f" (line{'s' if len(wanted) > 1 else ''} {', '.join(map(str, wanted))} of the queue)" if wanted else ""
+    return f"*{question.title}* ({corpus_label(question.corpus)}): {NOT_RUN}{lines}."
+
+
+def _pairs(runs: WholeRuns) -> Iterator[tuple[Variant, Variant, list[int]]]:
+    """softmax and sigsoftmax under one schedule, with the seeds that both have."""
+    for softmax in runs.variants("ptb", "softmax"):
+        for other in runs.variants("ptb", "sigsoftmax"):
+            seeds = sorted(softmax.epochs.keys() & other.epochs.keys())
+            if softmax.setting == other.setting and seeds:
+                yield softmax, other, seeds
+
+
+def _leads(runs: WholeRuns, early_lead: float | None) -> Iterator[Claim]:
+    """What becomes of the lead that sigsoftmax has in the first epochs."""
+    for softmax, other, seeds in _pairs(runs):
+        ends = (EARLY, min(last_epoch(softmax), last_epoch(other)))
+        leads = [lead_at(runs, softmax, other, seeds, epoch) for epoch in ends]
+        if leads[0] is None or leads[1] is None or ends[1] <= EARLY:
+            continue
+        before = "" if early_lead is None else f", as in the runs of {EARLY} epochs ({percent_text(early_lead)})"
+        kept = "is still there" if leads[1].mean < 0.0 else "is gone"
+        verdict: Verdict = "open"
+        if leads[0].is_resolved and leads[1].is_resolved:
+            verdict = "holds" if leads[1].mean < 0.0 else "does not hold"
+        starts = ", ".join(f"{head_label(v.run.head)} at epoch {averaging_text(v)}" for v in (softmax, other))
+        yield Claim(
+            verdict,
+            f"*The lead of the first epochs remains.* Relative to softmax the validation perplexity of sigsoftmax is "
+            f"{percent_text(leads[0].perplexity_change)} after {EARLY} epochs{before}, and "
+            f"{percent_text(leads[1].perplexity_change)} after {ends[1]}: the lead {kept} ({seeds_text(len(seeds))}). "
+            f"Averaging of the weights begins where validation stalls: {starts}.",
+        )
+
+
+def lead_at(
+    runs: WholeRuns, softmax: Variant, other: Variant, seeds: Sequence[int], epoch: int
+) -> PairedDifference | None:
+    """The other head's validation loss less softmax's after so many epochs, over the seeds that have come so far."""
+
+    def losses(variant: Variant) -> Mapping[int, float]:
+        curves = {seed: runs.curve(variant, "train", seed) for seed in seeds}
+        return {seed: curve[epoch].valid_loss for seed, curve in curves.items() if epoch in curve}
+
+    return PairedDifference.of(losses(other), losses(softmax))
+
+
+def averaging_text(variant: Variant) -> str:
+    """The first epoch of training with averaged weights; least to most over seeds."""
+    starts = [
+        min((e.epoch for e in own if e.run.phase == "train" and e.optimizer == "asgd"), default=None)
+        for own in variant.epochs.values()
+    ]
+    return range_text(starts)
+
+
+def _dynamic(runs: WholeRuns) -> Iterator[Claim]:
+    """Whether dynamic evaluation lowers the perplexity of sigsoftmax by more than that of softmax."""
+    for softmax, other, _ in _pairs(runs):
+        gains = [_gains(variant, "test") for variant in (softmax, other)]
+        difference = PairedDifference.of(gains[1], gains[0])
+        if difference is None:
+            continue
+        texts = [
+            percent_text(math.exp(sum(own[seed] for seed in difference.seeds) / len(difference.seeds)) - 1.0)
+            for own in gains
+        ]
+        published = [_published_gain(same_head(variant.run.head), "test") for variant in (softmax, other)]
+        verdict: Verdict = "open"
+        if difference.is_resolved:
+            verdict = "holds" if difference.mean < 0.0 else "does not hold"
+        favoured = "sigsoftmax" if difference.mean < 0.0 else "softmax"
+        resolved = (
+            f"with {seeds_text(len(difference.seeds))} nothing is resolved"
+            if difference.interval is None
+            else f"{'resolved' if difference.is_resolved else 'not resolved'} by {len(difference.seeds)} seeds"
+        )
+        yield Claim(
+            verdict,
+            f"*Dynamic evaluation favours sigsoftmax.* It changes the test perplexity of softmax by {texts[0]} and "
+            f"that of sigsoftmax by {texts[1]} (paper {published[0]} and {published[1]}), so that it favours "
+            f"{favoured} here; {resolved}.",
+        )
+
+
+def _gains(variant: Variant, split: Split) -> dict[int, float]:
+    """By seed: the logarithm of the dynamic perplexity over the static one."""
+    static = variant.perplexities.get(("finetuned", split), {})
+    dynamic = variant.perplexities.get(("dynamic evaluation", split), {})
+    return {seed: math.log(dynamic[seed] / static[seed]) for seed in sorted(static.keys() & dynamic.keys())}
+
+
+def _published_gain(head: str, split: Split) -> str:
+    gap = [paper.results(corpus="ptb", head=head, stage=s, split=split)[0].perplexity for s in paper.STAGES[1:]]
+    return percent_text(gap[1] / gap[0] - 1.0)
+
+
+def _levels(runs: WholeRuns) -> Iterator[Claim]:
+    """Whether shorter runs come to the paper's perplexities."""
+    parts, beyond = [], False
+    for head in HEADS:
+        for variant in runs.variants("ptb", head):
+            for stage in paper.STAGES[1:]:
+                sample = variant.sample((stage, "test"))
+                published = paper.results(corpus="ptb", head=head, stage=stage, split="test")
+                if sample is None or not published or published[0].deviation is None:
+                    continue
+                beyond |= abs(sample.mean - published[0].perplexity) > 2.0 * published[0].deviation
+                own = f"{head_label(head)} {_stage_words(stage)} {sample_text(sample)}"
+                parts.append(f"{own} (paper {published_text(published[0])}; ours {variant.epochs_text()} epochs)")
+    if parts:
+        verdict: Verdict = "does not hold" if beyond else "holds"
+        yield Claim(
+            verdict,
+            "*The level of the paper is reached in these epochs, within two of its standard deviations.* Test "
+            f"perplexity on Penn Treebank: {'; '.join(parts)}. The paper trains for 1000 epochs.",
+        )
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def _ranks(runs: WholeRuns) -> Iterator[Claim]:
+    found: dict[str, list[tuple[Spectrum, float | None]]] = {}
+    for head in HEADS:
+        for variant in runs.variants("ptb", head):
+            for seed in variant.epochs:
+                loss = variant.perplexities.get(("finetuned", "test"), {}).get(seed)
+                found.setdefault(head, []).extend((m.spectrum, loss) for m in spectra_of(runs, variant.run, seed))
+    found = {head: spectra for head, spectra in found.items() if spectra}
+    ours = {head: [s.count("press32").rank or 0 for s, _ in spectra] for head, spectra in found.items()}
+    if "softmax" in ours:
+        exact = set(ours["softmax"]) == {WIDTH + 2}
+        yield Claim(
+            "holds" if exact else "does not hold",
+            f"*The rank of softmax is at most d + 2 = {WIDTH + 2}.* By the paper's threshold it is "
+            f"{range_text(ours['softmax'])}.",
+        )
+    published = {rank.head: rank.rank for rank in paper.RANKS if rank.corpus == "ptb"}
+    both = [head for head in ours if head in published]
+    if len(both) > 1:
+        order = sorted(both, key=lambda head: published[head])
+        same = all(max(ours[a]) < min(ours[b]) for a, b in itertools.pairwise(order))
+        listed = ", ".join(f"{head_label(head)} {range_text(ours[head])} (paper {published[head]:,})" for head in order)
+        yield Claim(
+            "holds" if same else "does not hold",
+            f"*By the paper's threshold the heads order by rank as in its table 3:* {listed}.",
+        )
+        other = {head: [s.count("numpy32").rank or 0 for s, _ in spectra] for head, spectra in found.items()}
+        named = ", ".join(f"{head_label(head)} {range_text(ranks)}" for head, ranks in other.items())
+        yield Claim(
+            "does not hold",
+            "*A rank can be stated without its threshold.* By the threshold of `numpy.linalg.matrix_rank` in float32 "
+            f"the same matrices have the ranks {named}.",
+        )
+    yield from _rank_and_loss(found, ours)
+
+
+def _rank_and_loss(
+    found: Mapping[str, Sequence[tuple[Spectrum, float | None]]], ours: Mapping[str, Sequence[int]]
+) -> Iterator[Claim]:
+    """Said where a head of higher rank has the higher perplexity."""
+    if not {"softmax", "sigsoftmax"} <= found.keys():
+        return
+    means = {}
+    for head in ("softmax", "sigsoftmax"):
+        values = [loss for _, loss in found[head] if loss is not None]
+        if not values:
+            return
+        means[head] = sum(values) / len(values)
+    if min(ours["sigsoftmax"]) > max(ours["softmax"]) and means["sigsoftmax"] > means["softmax"]:
+        yield Claim(
+            "does not hold",
+            f"*A higher rank lowers the loss.* The finetuned sigsoftmax has the rank {range_text(ours['sigsoftmax'])} "
+            f"and the test perplexity {means['sigsoftmax']:.2f}, softmax {range_text(ours['softmax'])} and "
+            f"{means['softmax']:.2f} ({seeds_text(len(found['softmax']))}).",
+        )
+
+
+# --- the README -----------------------------------------------------------------------------------------------------
+
+
+def summary(runs: WholeRuns) -> str:
+    """A line on the losses of sigsoftmax and softmax, and one on their ranks."""
+    gaps = [g for g in runs.gaps("ptb") if (g.first, g.second, g.split) == ("softmax", "sigsoftmax", "test")]
+    gaps = [g for g in gaps if g.stage != "trained" and g.setting == gaps[0].setting]
+    if not gaps:
+        return f"- [Whole runs](docs/reproduction.md) of the paper's recipes: {NOT_RUN}.\n"
+    parts = [f"{percent_text(g.relative)} {'static' if g.stage == 'finetuned' else 'dynamic'}" for g in gaps]
+    last = gaps[-1]
+    verdict = {True: "resolved", False: "not resolved", None: "nothing is resolved"}[last.paired.is_resolved]
+    shown = f"{' and '.join(parts)} against softmax's; {seeds_text(len(last.paired.seeds))}, {verdict}"
+    lines = [f"- In [whole runs](docs/reproduction.md) the test perplexity of sigsoftmax is {shown}."]
+    found = {
+        head: [
+            m.spectrum for v in runs.variants("ptb", head) for seed in v.epochs for m in spectra_of(runs, v.run, seed)
+        ]
+        for head in ("softmax", "sigsoftmax")
+    }
+    if all(found.values()):
+        texts = [
+            " and ".join(range_text(s.count(rule).rank for s in found[head]) for head in found)
+            for rule in ("press32", "numpy32")
+        ]
+        lines.append(f"- Their ranks are {texts[0]} by the paper's threshold, {texts[1]} by numpy's in float32.")
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,265 @@
+"""Tables of the whole runs of the paper: training, finetuning, dynamic evaluation and ranks, from results/paper/.
+
+The runs are those of benchmarks/paper_queue.py. What the report shows of them is taken from the report, so that page
+and report cannot disagree. Runs of other lengths stand in results/ itself and are never mixed with these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from paper_queue import FOLDER, QUEUE, Line, recipes
+from write_docs import NO_RECORDS, markdown_table
+
+from sigsoftmax.lm.recipes import recipe
+from sigsoftmax.records import paper
+from sigsoftmax.records.model_spectra import ModelSpectrum
+from sigsoftmax.records.paper import Split, Stage
+from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, RunIdentity
+from sigsoftmax.report.loading import Loaded, load
+from sigsoftmax.report.material import Material, corpus_label
+from sigsoftmax.report.sections import spectra
+from sigsoftmax.report.sections.gaps import Judged, gap_tables, judged_gaps, percent_text
+from sigsoftmax.report.sections.perplexities import Place, Variant, collect, perplexity_table, published_text
+from sigsoftmax.report.tables import plain_text, sample_text, seconds_text
+from sigsoftmax.report.theme import Looks, head_label, same_head
+
+NOT_RUN = "not run yet"
+HEADS = {
+    "softmax": "",
+    "softmax(alpha=1.5)": "the scale alone",
+    "sigsoftmax": "",
+    "sigmoid": "",
+    "gss(k=0)": "another shape",
+    "relu": "",
+    "mos(K=15)": "",
+    "moss(K=15)": "",
+}
+"""the rows of the first table, with what a control is for"""
+RANK_RULES = ("press32", "numpy32", "numpy64", "noise")
+"""described in docs/analysis.md; ``noise`` counts what stands above the noise floor"""
+
+
+class WholeRuns:
+    """All records of the queue, as the report sees them."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        files = sorted(folder.glob("*.jsonl"))
+        loaded = load(files) if files else Loaded(files=[], records=[], warnings=[], repeated=0)
+        self.material = Material.of(loaded)
+        self.corpora: dict[str, list[Variant]] = collect(self.material)
+        self.looks = Looks([*paper.HEADS, *HEADS, *self.material.heads()])
+
+    def variants(self, corpus: str, head: str) -> list[Variant]:
+        """One for each schedule that a head was run with, the shorter ones first."""
+        found = [v for v in self.corpora.get(corpus, ()) if same_head(v.run.head) == head]
+        return sorted(found, key=last_epoch)
+
+    def gaps(self, corpus: str) -> list[Judged]:
+        return judged_gaps(corpus, self.corpora.get(corpus, []))
+
+    def curve(self, variant: Variant, phase: str, seed: int) -> dict[int, EpochRecord]:
+        return {e.epoch: e for e in variant.epochs.get(seed, ()) if e.run.phase == phase}
+
+
+def last_epoch(variant: Variant) -> int:
+    """Epochs of training of the longest run."""
+    return max((e.epoch for own in variant.epochs.values() for e in own if e.run.phase == "train"), default=0)
+
+
+def model_name(corpus: str, variant: Variant, seed: int) -> str:
+    return f"{head_label(variant.run.head)}, {corpus_label(corpus)}, seed {seed}, {variant.epochs_text()} epochs"
+
+
+def seeds_text(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds"
+
+
+# --- the first table ------------------------------------------------------------------------------------------------
+
+
+def first_table(runs: WholeRuns, *, has_longer: bool = True) -> str:
+    """Test perplexity of every head, static and dynamic, beside the paper's; longer runs of a head have another row."""
+    static: Place = ("finetuned", "test")
+    dynamic: Place = ("dynamic evaluation", "test")
+    rows = []
+    for head, purpose in HEADS.items():
+        label = head_label(head) + (f": {purpose}" if purpose else "")
+        others = runs.variants("wikitext-2", head)
+        variants = runs.variants("ptb", head)
+        for number, variant in enumerate(variants[: None if has_longer else 1] or [None]):
+            other = others[0] if others and not number else None
+            rows.append(
+                [
+                    label if not number else f"{label}, longer",
+                    "" if variant is None else f"{variant.epochs_text()}; {seeds_text(len(variant.epochs))}",
+                    *_beside(variant, "ptb", head, static),
+                    *_beside(variant, "ptb", head, dynamic),
+                    *_beside(other, "wikitext-2", head, dynamic),
+                ]
+            )
+    header = ["test perplexity, Penn Treebank", "epochs; seeds", "static, ours", "paper", "dynamic, ours", "paper"]
+    return markdown_table([*header, "WikiText-2, dynamic, ours", "paper"], "llrrrrrr", rows) + "\n"
+
+
+def _beside(variant: Variant | None, corpus: str, head: str, place: Place) -> tuple[str, str]:
+    """Ours and the paper's; nothing is planned for controls that the paper does not have on another corpus."""
+    stage, split = place
+    published = paper.results(corpus=corpus, head=head, stage=stage, split=split)
+    sample = None if variant is None else variant.sample(place)
+    is_planned = any(head in line_heads(line, corpus) for line in QUEUE)
+    ours = NOT_RUN if sample is None and (is_planned or published) else "" if sample is None else sample_text(sample)
+    return ours, published_text(published[0]) if published else ""
+
+
+def line_heads(line: Line, corpus: str) -> set[str]:
+    """The heads of a line of the queue, if it is on that corpus."""
+    made = [recipe(name) for name in recipes(line)]
+    return {same_head(one.model.head) for one in made if one.corpus == corpus}
+
+
+# --- the paper's tables, and differences ----------------------------------------------------------------------------
+
+
+def paper_tables(runs: WholeRuns) -> str:
+    """Tables 1 to 5 with every cell of the paper, and ours under it; notes that they share stand under the last."""
+    blocks: list[str] = []
+    notes: list[str] = []
+    for table in paper.TABLES:
+        title = f"Table {table.number}. {table.title}"
+        if table.stages:
+            own = runs.corpora.get(table.corpus, [])
+            made = perplexity_table(table, table.corpus, title, own, runs.looks, missing=NOT_RUN)
+        else:
+            (made,) = spectra.tables(runs.material, runs.looks, missing=NOT_RUN)
+        blocks.append(f"### {title}\n\n{made.to_markdown(has_notes=False)}")
+        notes += [f"{plain_text(note)}\n" for note in made.notes]
+    return "\n".join([*blocks, *dict.fromkeys(notes)])
+
+
+def differences(runs: WholeRuns) -> str:
+    """Every comparison that has runs, paired by seed."""
+    blocks = []
+    for corpus in runs.corpora:
+        for table in gap_tables(corpus_label(corpus), runs.gaps(corpus)):
+            title = table.caption.removesuffix(": are the seeds enough?")
+            blocks.append(f"**{title}**\n\n{table.to_markdown()}")
+    return "\n".join(blocks) or NO_RECORDS
+
+
+def static_and_dynamic(runs: WholeRuns) -> str:
+    """Every model by itself: what dynamic evaluation makes of it, at which point of the grid."""
+    rows = []
+    for corpus, variant, seed in _models(runs):
+        for split in paper.SPLITS:
+            stages: tuple[Stage, Stage] = ("finetuned", "dynamic evaluation")
+            values = [variant.perplexities.get((stage, split), {}).get(seed) for stage in stages]
+            if values[0] is None or values[1] is None:
+                continue
+            point, tried = _chosen(runs, variant.run, seed, split)
+            name = model_name(corpus, variant, seed)
+            change = percent_text(values[1] / values[0] - 1.0)
+            grid = "" if point is None else f"η = {point.learning_rate:.3g}, λ = {point.decay:.3g}"
+            rows.append([name, split, f"{values[0]:.2f}", f"{values[1]:.2f}", change, grid, tried])
+    if not rows:
+        return NO_RECORDS
+    header = ("model", "split", "static", "dynamic", "change", "point of the grid", "points tried")
+    return markdown_table(header, "llrrrlr", rows) + "\n"
+
+
+def _models(runs: WholeRuns) -> Iterator[tuple[str, Variant, int]]:
+    for corpus in runs.corpora:
+        for head in HEADS:
+            for variant in runs.variants(corpus, head):
+                for seed in sorted(variant.epochs):
+                    yield corpus, variant, seed
+
+
+def grid_points(runs: WholeRuns, run: RunIdentity, seed: int) -> list[DynamicEvaluationRecord]:
+    """All dynamic evaluations of a finetuned model."""
+    own = [e.payload for e in runs.material.dynamic_evaluations]
+    return [p for p in own if _same(p.run, run) and p.run.seed == seed and p.run.phase == "finetune" and p.complete]
+
+
+def _chosen(runs: WholeRuns, run: RunIdentity, seed: int, split: Split) -> tuple[DynamicEvaluationRecord | None, str]:
+    points = grid_points(runs, run, seed)
+    chosen = next((p for p in reversed(points) if p.chosen and p.split == split), None)
+    tried = {(p.learning_rate, p.decay) for p in points if p.split == "valid"}
+    return chosen, str(len(tried))
+
+
+def _same(one: RunIdentity, other: RunIdentity) -> bool:
+    """Whether two runs are of one variant: all but seed and phase."""
+    return (one.recipe, one.overrides, one.precision) == (other.recipe, other.overrides, other.precision)
+
+
+# --- ranks and times ------------------------------------------------------------------------------------------------
+
+
+def rank_cells(spectrum: Spectrum) -> list[str]:
+    """The ranks by every rule, the noise floor and the effective rank."""
+    counts = [spectrum.count(rule).rank for rule in RANK_RULES]
+    ranks = ["below noise" if count is None else f"{count:,}" for count in counts]
+    return [*ranks, f"{spectrum.noise_floor / spectrum.largest:.1e}", f"{spectrum.effective_rank:.0f}"]
+
+
+RANK_HEADER = (*RANK_RULES, "noise floor / largest", "effective rank")
+
+
+def ranks(runs: WholeRuns) -> str:
+    """Ranks by every rule, with the noise floor and the loss of the same model beside them."""
+    published = {(rank.corpus, rank.head): f"{rank.rank:,}" for rank in paper.RANKS}
+    rows = []
+    for corpus, variant, seed in _models(runs):
+        for m in spectra_of(runs, variant.run, seed):
+            stage: Stage = "finetuned" if m.run.phase == "finetune" else "trained"
+            value = variant.perplexities.get((stage, "test"), {}).get(seed)
+            loss = "" if value is None else f"{math.log(value):.3f} ({value:.2f})"
+            name = f"{model_name(corpus, variant, seed)}, {stage}"
+            paper_rank = published.get((corpus, same_head(m.run.head)), "")
+            rows.append([name, loss, *rank_cells(m.spectrum), paper_rank])
+    if not rows:
+        return NO_RECORDS
+    header = ("model", "test loss in nats (perplexity)", *RANK_HEADER, "press32 in the paper")
+    return markdown_table(header, "lr" + "r" * (len(RANK_HEADER) + 1), rows) + "\n"
+
+
+def spectra_of(runs: WholeRuns, run: RunIdentity, seed: int) -> list[ModelSpectrum]:
+    own = [e.payload for e in runs.material.model_spectra]
+    return [m for m in own if _same(m.run, run) and m.run.seed == seed and m.split == "test"]
+
+
+def times(runs: WholeRuns) -> str:
+    """How long each stage of a run took."""
+    rows = []
+    for corpus, variant, seed in _models(runs):
+        cells = []
+        at_once = 1
+        for phase in ("train", "finetune"):
+            epochs = list(runs.curve(variant, phase, seed).values())
+            seconds = sum(e.seconds_training + e.seconds_validation for e in epochs)
+            at_once = max([at_once, *(e.concurrent_runs for e in epochs)])
+            cells.append(f"{len(epochs)} epochs, {seconds_text(seconds)}" if epochs else "")
+        points = grid_points(runs, variant.run, seed)
+        spent = [m.spectrum.seconds for m in spectra_of(runs, variant.run, seed)]
+        rows.append(
+            [
+                f"{head_label(variant.run.head)}, {corpus_label(corpus)}, seed {seed}",
+                str(at_once),
+                *cells,
+                seconds_text(grid_seconds(points)) if points else "",
+                seconds_text(sum(s for s in spent if s is not None)) if spent else "",
+            ]
+        )
+    if not rows:
+        return NO_RECORDS
+    header = ("run", "runs at once", "training", "finetuning", "dynamic evaluation, grid and test", "spectrum")
+    return markdown_table(header, "lrrrrr", rows) + "\n"
+
+
+def grid_seconds(points: Sequence[DynamicEvaluationRecord]) -> float:
+    """Of wall time: points that were evaluated together have one time, and the winner stands there a second time."""
+    return sum({p.seconds for p in points})
