@@ -122,10 +122,10 @@ def _has(stage: str, line: Line, recipe: str, records: Sequence[Record]) -> bool
 
 
 def commands(folder: Path = FOLDER) -> str:
-    """The commands of the lines that were run, as their records hold them."""
+    """The commands of the lines that were run, as their records hold them, without the interpreter."""
     lines = []
     for line in QUEUE:
-        made = dict.fromkeys(record.environment.command for record in records_of(line, folder))
+        made = dict.fromkeys(r.environment.command.removeprefix("python -m ") for r in records_of(line, folder))
         lines += [f"# line {line.number}", *made] if made else []
     return "".join(f"{text}\n" for text in lines)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paper_queue import QUEUE
-from whole_runs import HEADS, NOT_RUN, WholeRuns, last_epoch, line_heads, seeds_text, spectra_of
+from whole_runs import HEADS, NOT_RUN, WholeRuns, finetuning_end, last_epoch, line_heads, seeds_text, spectra_of
 
 from sigsoftmax.records import paper
 from sigsoftmax.records.paper import Split, Stage
@@ -79,6 +79,7 @@ def claims(runs: WholeRuns, early_lead: float | None) -> Iterator[Claim]:
         yield from asked or [Claim("open", _not_run(runs, question))]
         if question is QUESTIONS[0]:
             yield from _leads(runs, early_lead)
+            yield from _finetuning(runs)
             yield from _dynamic(runs)
     yield from _levels(runs)
     yield from _ranks(runs)
@@ -168,13 +169,40 @@ def _leads(runs: WholeRuns, early_lead: float | None) -> Iterator[Claim]:
         )
 
 
+def _finetuning(runs: WholeRuns) -> Iterator[Claim]:
+    """What finetuning of different lengths has to do with the gap after it; said where the lengths differ."""
+    for softmax, other, seeds in _pairs(runs):
+        parts, differ = [], False
+        for seed in seeds:
+            curves = [runs.curve(variant, "finetune", seed) for variant in (softmax, other)]
+            common = min(max(curve, default=0) for curve in curves)
+            lead = lead_at(runs, softmax, other, [seed], common, phase="finetune")
+            if lead is None:
+                continue
+            differ |= len({len(curve) for curve in curves}) > 1
+            lengths = " and ".join(
+                f"{head_label(variant.run.head)} has {len(curve)} epochs (ended {finetuning_end(list(curve.values()))})"
+                for variant, curve in zip((softmax, other), curves, strict=True)
+            )
+            parts.append(
+                f"with seed {seed} {lengths}; after {common} epochs of both the validation perplexity of sigsoftmax "
+                f"relative to softmax was {percent_text(lead.perplexity_change)}"
+            )
+        if differ:
+            yield Claim(
+                "open",
+                f"*The gap after finetuning does not come from its length.* In finetuning, {'; '.join(parts)}. The "
+                "rule ends it where validation is worse than the best of all but the last five epochs before.",
+            )
+
+
 def lead_at(
-    runs: WholeRuns, softmax: Variant, other: Variant, seeds: Sequence[int], epoch: int
+    runs: WholeRuns, softmax: Variant, other: Variant, seeds: Sequence[int], epoch: int, phase: str = "train"
 ) -> PairedDifference | None:
     """The other head's validation loss less softmax's after so many epochs, over the seeds that have come so far."""
 
     def losses(variant: Variant) -> Mapping[int, float]:
-        curves = {seed: runs.curve(variant, "train", seed) for seed in seeds}
+        curves = {seed: runs.curve(variant, phase, seed) for seed in seeds}
         return {seed: curve[epoch].valid_loss for seed, curve in curves.items() if epoch in curve}
 
     return PairedDifference.of(losses(other), losses(softmax))
@@ -235,20 +263,23 @@ def _levels(runs: WholeRuns) -> Iterator[Claim]:
     parts, beyond = [], False
     for head in HEADS:
         for variant in runs.variants("ptb", head):
+            values = []
             for stage in paper.STAGES[1:]:
                 sample = variant.sample((stage, "test"))
                 published = paper.results(corpus="ptb", head=head, stage=stage, split="test")
                 if sample is None or not published or published[0].deviation is None:
                     continue
                 beyond |= abs(sample.mean - published[0].perplexity) > 2.0 * published[0].deviation
-                own = f"{head_label(head)} {_stage_words(stage)} {sample_text(sample)}"
-                parts.append(f"{own} (paper {published_text(published[0])}; ours {variant.epochs_text()} epochs)")
+                text = f"{_stage_words(stage)} {sample_text(sample)} (paper {published_text(published[0])})"
+                values.append(text)
+            if values:
+                parts.append(f"{head_label(head)} after {variant.epochs_text()} epochs: {', '.join(values)}")
     if parts:
         verdict: Verdict = "does not hold" if beyond else "holds"
         yield Claim(
             verdict,
-            "*The level of the paper is reached in these epochs, within two of its standard deviations.* Test "
-            f"perplexity on Penn Treebank: {'; '.join(parts)}. The paper trains for 1000 epochs.",
+            "*The level of the paper is reached in fewer epochs, within two of its standard deviations.* Test "
+            f"perplexity on Penn Treebank, {'; '.join(parts)}.",
         )
 
 
@@ -324,7 +355,9 @@ def summary(runs: WholeRuns) -> str:
     parts = [f"{percent_text(g.relative)} {'static' if g.stage == 'finetuned' else 'dynamic'}" for g in gaps]
     last = gaps[-1]
     verdict = {True: "resolved", False: "not resolved", None: "nothing is resolved"}[last.paired.is_resolved]
-    shown = f"{' and '.join(parts)} against softmax's; {seeds_text(len(last.paired.seeds))}, {verdict}"
+    lengths = [v.epochs_text() for head in ("softmax", "sigsoftmax") for v in runs.variants("ptb", head)[:1]]
+    unequal = f", epochs {' and '.join(lengths)}" if len(set(lengths)) > 1 else ""
+    shown = f"{' and '.join(parts)} against softmax's; {seeds_text(len(last.paired.seeds))}{unequal}: {verdict}"
     lines = [f"- In [whole runs](docs/reproduction.md) the test perplexity of sigsoftmax is {shown}."]
     found = {
         head: [

@@ -97,7 +97,7 @@ def curves_picture(runs: WholeRuns, corpus: str = "ptb") -> CurvesPicture | None
         title=corpus_label(corpus),
         training=tuple(
             Curve(
-                label=f"{looks[id(v)].label}, averages from epoch {averaging_text(v)}",
+                label=f"{looks[id(v)].label}: {averaging_text(v)}",
                 look=looks[id(v)],
                 points=drawn[id(v)],
             )
@@ -197,7 +197,7 @@ def draw_curves(picture: CurvesPicture, path: Path) -> None:
         axes.minorticks_off()
         axes.set_xlabel("epoch")
         axes.set_title(f"Validation perplexity, {picture.title}")
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(frameon=False, fontsize=9, title="averages from epoch", title_fontsize=9)
 
     def middle(axes: Axes) -> None:
         for curve in picture.leads:
@@ -235,10 +235,10 @@ def draw_spectra(pictures: Sequence[SpectraPicture], path: Path) -> None:
                 _line(axes, curve)
             for name, height in picture.lines:
                 axes.axhline(height, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
-                # Above the line, but for the lowest: where a spectrum ends at the noise, its curve is above.
-                below = height == min(height for _, height in picture.lines)
-                place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
-                axes.annotate(name, (1.0, height), xytext=(-4, -11 if below else 3), fontsize=8.5, color=INK, **place)
+                # High lines are crossed by the curves on the left, low ones on the right.
+                x, side = (1.0, "right") if height > 1e-3 else (0.0, "left")
+                place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": side}
+                axes.annotate(name, (x, height), xytext=(-4 if x else 4, 3), fontsize=8.5, color=INK, **place)
             axes.set_xscale("log")
             axes.set_yscale("log")
             lowest = min(height for _, height in picture.lines)
@@ -254,15 +254,15 @@ def draw_spectra(pictures: Sequence[SpectraPicture], path: Path) -> None:
 
 
 def _figure(
-    panels: Sequence[Callable[[Axes], None]], path: Path, digest: str, ratios: Sequence[float], width: float = 4.6
+    panels: Sequence[Callable[[Axes], None]], path: Path, digest: str, ratios: Sequence[float], width: float = 3.7
 ) -> None:
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({**STYLE, "axes.titlesize": 11}):  # type: ignore[arg-type]
-        figure = Figure(figsize=(width * len(panels), 4.3), layout="constrained")
+    with mpl.rc_context({**STYLE, "axes.titlesize": 10}):  # type: ignore[arg-type]
+        figure = Figure(figsize=(width * len(panels), 3.7), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.subplots(1, len(panels), squeeze=False, width_ratios=list(ratios))
         for axes, panel in zip(grid[0], panels, strict=True):
@@ -283,7 +283,7 @@ def _line(axes: Axes, curve: Curve) -> None:
 def _mark(axes: Axes, x: float, text: str) -> None:
     axes.axvline(x, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
     place = {"xycoords": ("data", "axes fraction"), "xytext": (-4, 0), "textcoords": "offset points"}
-    axes.annotate(text, (x, 0.6), rotation=90, ha="right", va="center", fontsize=8.5, color=INK, **place)
+    axes.annotate(text, (x, 0.4), rotation=90, ha="right", va="center", fontsize=8.5, color=INK, **place)
 
 
 def _baseline(axes: Axes) -> None:

@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paper_queue import FOLDER, QUEUE, Line, recipes
+from paper_queue import FOLDER, Line, recipes
 from write_docs import NO_RECORDS, markdown_table
 
-from sigsoftmax.lm.recipes import recipe
+from sigsoftmax.lm.dynamic_search import grid
+from sigsoftmax.lm.optimization import NonMonotonicTrigger
+from sigsoftmax.lm.recipes import recipe, with_overrides
 from sigsoftmax.records import paper
 from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.paper import Split, Stage
@@ -23,14 +25,21 @@ from sigsoftmax.report.loading import Loaded, load
 from sigsoftmax.report.material import Material, corpus_label
 from sigsoftmax.report.sections import spectra
 from sigsoftmax.report.sections.gaps import Judged, gap_tables, judged_gaps, percent_text
-from sigsoftmax.report.sections.perplexities import Place, Variant, collect, perplexity_table, published_text
-from sigsoftmax.report.tables import plain_text, sample_text, seconds_text
+from sigsoftmax.report.sections.perplexities import (
+    Place,
+    Variant,
+    collect,
+    grid_edges,
+    perplexity_table,
+    published_text,
+)
+from sigsoftmax.report.tables import NO_BREAK, plain_text, sample_text, seconds_text
 from sigsoftmax.report.theme import Looks, head_label, same_head
 
 NOT_RUN = "not run yet"
 HEADS = {
     "softmax": "",
-    "softmax(alpha=1.5)": "the scale alone",
+    "softmax(alpha=1.5)": "scale only",
     "sigsoftmax": "",
     "sigmoid": "",
     "gss(k=0)": "another shape",
@@ -81,38 +90,36 @@ def seeds_text(count: int) -> str:
 # --- the first table ------------------------------------------------------------------------------------------------
 
 
-def first_table(runs: WholeRuns, *, has_longer: bool = True) -> str:
-    """Test perplexity of every head, static and dynamic, beside the paper's; longer runs of a head have another row."""
-    static: Place = ("finetuned", "test")
-    dynamic: Place = ("dynamic evaluation", "test")
+def first_table(runs: WholeRuns, *, is_short: bool = False) -> str:
+    """Test perplexity of every head, static and dynamic, beside the paper's.
+
+    All heads on Penn Treebank have a row, whether they were run or not; longer runs and WikiText-2 have rows where they
+    were run. The short form is without these.
+    """
     rows = []
     for head, purpose in HEADS.items():
-        label = head_label(head) + (f": {purpose}" if purpose else "")
+        label = head_label(head) + (f", {purpose}" if purpose else "")
+        first, *longer = runs.variants("ptb", head) or [None]
+        rows.append(_first_row(label, first, "ptb", head))
+        rows += [] if is_short else [_first_row(f"{label}, longer", variant, "ptb", head) for variant in longer]
+    for head in () if is_short else HEADS:
         others = runs.variants("wikitext-2", head)
-        variants = runs.variants("ptb", head)
-        for number, variant in enumerate(variants[: None if has_longer else 1] or [None]):
-            other = others[0] if others and not number else None
-            rows.append(
-                [
-                    label if not number else f"{label}, longer",
-                    "" if variant is None else f"{variant.epochs_text()}; {seeds_text(len(variant.epochs))}",
-                    *_beside(variant, "ptb", head, static),
-                    *_beside(variant, "ptb", head, dynamic),
-                    *_beside(other, "wikitext-2", head, dynamic),
-                ]
-            )
-    header = ["test perplexity, Penn Treebank", "epochs; seeds", "static, ours", "paper", "dynamic, ours", "paper"]
-    return markdown_table([*header, "WikiText-2, dynamic, ours", "paper"], "llrrrrrr", rows) + "\n"
+        rows += [_first_row(f"{head_label(head)}, WikiText-2", variant, "wikitext-2", head) for variant in others]
+    header = ("output function", "epochs", "seeds", "static, ours", "paper", "dynamic, ours", "paper")
+    # Cells stay on one line, so that the table is as low as it can be.
+    kept = [[cell.replace(" ", NO_BREAK) if place else cell for place, cell in enumerate(row)] for row in rows]
+    return markdown_table(header, "lrrrrrr", kept) + "\n"
 
 
-def _beside(variant: Variant | None, corpus: str, head: str, place: Place) -> tuple[str, str]:
-    """Ours and the paper's; nothing is planned for controls that the paper does not have on another corpus."""
-    stage, split = place
-    published = paper.results(corpus=corpus, head=head, stage=stage, split=split)
-    sample = None if variant is None else variant.sample(place)
-    is_planned = any(head in line_heads(line, corpus) for line in QUEUE)
-    ours = NOT_RUN if sample is None and (is_planned or published) else "" if sample is None else sample_text(sample)
-    return ours, published_text(published[0]) if published else ""
+def _first_row(label: str, variant: Variant | None, corpus: str, head: str) -> list[str]:
+    places: tuple[Place, ...] = (("finetuned", "test"), ("dynamic evaluation", "test"))
+    cells = []
+    for place in places:
+        sample = None if variant is None else variant.sample(place)
+        published = paper.results(corpus=corpus, head=head, stage=place[0], split=place[1])
+        cells += [NOT_RUN if sample is None else sample_text(sample), published_text(published[0]) if published else ""]
+    lengths = ["", ""] if variant is None else [variant.epochs_text(), str(len(variant.epochs))]
+    return [label, *lengths, *cells]
 
 
 def line_heads(line: Line, corpus: str) -> set[str]:
@@ -162,8 +169,7 @@ def static_and_dynamic(runs: WholeRuns) -> str:
             point, tried = _chosen(runs, variant.run, seed, split)
             name = model_name(corpus, variant, seed)
             change = percent_text(values[1] / values[0] - 1.0)
-            grid = "" if point is None else f"η = {point.learning_rate:.3g}, λ = {point.decay:.3g}"
-            rows.append([name, split, f"{values[0]:.2f}", f"{values[1]:.2f}", change, grid, tried])
+            rows.append([name, split, f"{values[0]:.2f}", f"{values[1]:.2f}", change, point, tried])
     if not rows:
         return NO_RECORDS
     header = ("model", "split", "static", "dynamic", "change", "point of the grid", "points tried")
@@ -184,11 +190,17 @@ def grid_points(runs: WholeRuns, run: RunIdentity, seed: int) -> list[DynamicEva
     return [p for p in own if _same(p.run, run) and p.run.seed == seed and p.run.phase == "finetune" and p.complete]
 
 
-def _chosen(runs: WholeRuns, run: RunIdentity, seed: int, split: Split) -> tuple[DynamicEvaluationRecord | None, str]:
+def _chosen(runs: WholeRuns, run: RunIdentity, seed: int, split: Split) -> tuple[str, str]:
+    """The point that won on validation, and how many of the recipe's grid were tried."""
     points = grid_points(runs, run, seed)
+    tried = [p for p in points if p.split == "valid"]
+    count = f"{len({(p.learning_rate, p.decay) for p in tried})} of {len(grid(recipe(run.recipe).dynamic_evaluation))}"
     chosen = next((p for p in reversed(points) if p.chosen and p.split == split), None)
-    tried = {(p.learning_rate, p.decay) for p in points if p.split == "valid"}
-    return chosen, str(len(tried))
+    if chosen is None:
+        return "", count
+    edges = grid_edges(chosen, tried)
+    words = f" ({' and '.join(edges)} on the edge)" if edges else ""
+    return f"η = {chosen.learning_rate:.3g}, λ = {chosen.decay:.3g}{words}", count
 
 
 def _same(one: RunIdentity, other: RunIdentity) -> bool:
@@ -242,7 +254,8 @@ def times(runs: WholeRuns) -> str:
             epochs = list(runs.curve(variant, phase, seed).values())
             seconds = sum(e.seconds_training + e.seconds_validation for e in epochs)
             at_once = max([at_once, *(e.concurrent_runs for e in epochs)])
-            cells.append(f"{len(epochs)} epochs, {seconds_text(seconds)}" if epochs else "")
+            ended = f", ended {finetuning_end(epochs)}" if phase == "finetune" and epochs else ""
+            cells.append(f"{len(epochs)} epochs, {seconds_text(seconds)}{ended}" if epochs else "")
         points = grid_points(runs, variant.run, seed)
         spent = [m.spectrum.seconds for m in spectra_of(runs, variant.run, seed)]
         rows.append(
@@ -250,14 +263,27 @@ def times(runs: WholeRuns) -> str:
                 f"{head_label(variant.run.head)}, {corpus_label(corpus)}, seed {seed}",
                 str(at_once),
                 *cells,
-                seconds_text(grid_seconds(points)) if points else "",
+                f"{sum(p.split == 'valid' for p in points)} points and test, {grid_seconds(points):.0f} s"
+                if points
+                else "",
                 seconds_text(sum(s for s in spent if s is not None)) if spent else "",
             ]
         )
     if not rows:
         return NO_RECORDS
-    header = ("run", "runs at once", "training", "finetuning", "dynamic evaluation, grid and test", "spectrum")
+    header = ("run", "runs at once", "training", "finetuning", "dynamic evaluation", "spectrum")
     return markdown_table(header, "lrrrrr", rows) + "\n"
+
+
+def finetuning_end(epochs: Sequence[EpochRecord]) -> str:
+    """What ended it: the published rule, its limit, or the time of the line."""
+    run = epochs[0].run
+    settings = with_overrides(recipe(run.recipe), run.overrides).finetuning
+    trigger = NonMonotonicTrigger(settings.patience)
+    fired = [trigger.fires(e.valid_loss_over_rows) for e in sorted(epochs, key=lambda e: e.epoch)]
+    if fired[-1]:
+        return "by its rule"
+    return "at its limit" if len(epochs) >= settings.epochs else "by the time of the line"
 
 
 def grid_seconds(points: Sequence[DynamicEvaluationRecord]) -> float:

@@ -79,7 +79,7 @@ def parts(suites: Suites, records: Records) -> dict[str, Callable[[], str]]:
 
 def _paper(runs: WholeRuns) -> str:
     """The whole runs of the paper's recipes: a line or two, and the table."""
-    return f"{whole_run_findings.summary(runs)}\n{whole_runs.first_table(runs, has_longer=False)}"
+    return f"{whole_run_findings.summary(runs)}\n{whole_runs.first_table(runs, is_short=True)}"
 
 
 def _place(suites: Suites) -> str:

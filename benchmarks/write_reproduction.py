@@ -318,7 +318,7 @@ def findings(records: Records) -> str:
 def commands(records: Records) -> str:
     """The commands of whole runs, as their records hold them."""
     made = paper_queue.commands(records.whole_folder)
-    return f"```text\n{made}```\n" if made else NO_RECORDS
+    return f"<!-- parsed, not run: half an hour of one H200 each -->\n```sh\n{made}```\n" if made else NO_RECORDS
 
 
 PARTS: Mapping[str, Callable[[Records], str]] = {

@@ -18,6 +18,7 @@ from sigsoftmax.records import Payload, Record, append, paper
 from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.spectra import Spectrum
 from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord, RunIdentity
+from sigsoftmax.report.tables import NO_BREAK
 
 CHANGES = ("training.epochs=30", "finetuning.epochs=2")
 
@@ -103,15 +104,15 @@ def runs_of(tmp_path: Path):
 
 def cells(text: str, beginning: str) -> list[str]:
     line = next(line for line in text.splitlines() if line.startswith(f"| {beginning}"))
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    return [cell.strip().replace(NO_BREAK, " ") for cell in line.strip("|").split("|")]
 
 
 def test_without_records_every_cell_says_so(tmp_path: Path) -> None:
     runs = WholeRuns(tmp_path / "no-such-folder")
     text = first_table(runs)
-    assert cells(text, "softmax |")[2:6] == [NOT_RUN, "57.0 ± 0.6", NOT_RUN, "50.5 ± 0.5"]
-    # The paper has no such head, and on WikiText-2 it is not planned.
-    assert cells(text, "softmax(alpha=1.5)")[2:] == [NOT_RUN, "", NOT_RUN, "", "", ""]
+    assert cells(text, "softmax |")[1:] == ["", "", NOT_RUN, "57.0 ± 0.6", NOT_RUN, "50.5 ± 0.5"]
+    # The paper has no such head.
+    assert cells(text, "softmax(alpha=1.5)")[3:] == [NOT_RUN, "", NOT_RUN, ""]
     assert whole_runs.paper_tables(runs).count(f"ours: {NOT_RUN}") == 5 * len(paper.HEADS)
     assert whole_run_pictures.curves_picture(runs) is None
     assert whole_run_pictures.pictures(runs, tmp_path, check=False) == []
@@ -121,11 +122,9 @@ def test_without_records_every_cell_says_so(tmp_path: Path) -> None:
 
 def test_a_run_fills_its_cells_and_leaves_the_others(runs_of) -> None:
     runs = runs_of(*run_of("softmax", 141, (61.0, 59.0, 51.0)), *run_of("softmax", 142, (61.0, 59.4, 51.2)))
-    assert cells(first_table(runs), "softmax |")[1:6] == [
-        "30 + 2; 2 seeds",
-        *("59.20 ± 0.28", "57.0 ± 0.6", "51.10 ± 0.14", "50.5 ± 0.5"),
-    ]
-    assert cells(first_table(runs), "sigsoftmax")[2] == NOT_RUN
+    row = cells(first_table(runs), "softmax |")
+    assert row[1:] == ["30 + 2", "2", "59.20 ± 0.28", "57.0 ± 0.6", "51.10 ± 0.14", "50.5 ± 0.5"]
+    assert cells(first_table(runs), "sigsoftmax")[3] == NOT_RUN
     tables = whole_runs.paper_tables(runs)
     assert [f"### Table {number}." in tables for number in range(1, 6)] == [True] * 5
     rows = [line for line in tables.splitlines() if line.startswith("| ours, training.epochs=30")]
@@ -139,16 +138,35 @@ def test_runs_of_another_length_have_a_row_of_their_own(runs_of) -> None:
         if isinstance(p, EpochRecord | EvaluationRecord)
     ]
     runs = runs_of(*longer, *run_of("softmax", 141, (61.0, 59.0, 51.0)))
-    assert cells(first_table(runs), "softmax |")[2] == "59.00"
-    assert cells(first_table(runs), "softmax, longer")[2] == "49.00"
-    assert "longer" not in first_table(runs, has_longer=False)
+    assert cells(first_table(runs), "softmax |")[3] == "59.00"
+    assert cells(first_table(runs), "softmax, longer")[3] == "49.00"
+    assert "longer" not in first_table(runs, is_short=True)
+
+
+def test_another_corpus_has_rows_where_it_was_run(runs_of) -> None:
+    other = [
+        dataclasses.replace(p, run=dataclasses.replace(p.run, corpus="wikitext-2", recipe="wt2-softmax"))
+        for p in run_of("softmax", 1882, (68.0, 65.0, 44.0))
+    ]
+    runs = runs_of(*other)
+    row = cells(first_table(runs), "softmax, WikiText-2")
+    assert row[1:] == ["30 + 2", "1", "65.00", "64.7 ± 0.2", "44.00", "43.3 ± 0.1"]
+    assert first_table(runs).count("WikiText-2") == 1
+    assert "WikiText-2" not in first_table(runs, is_short=True)
 
 
 def test_every_model_has_its_static_and_dynamic_perplexity(runs_of) -> None:
     runs = runs_of(*run_of("softmax", 141, (61.0, 60.0, 51.0)))
     rows = [line for line in whole_runs.static_and_dynamic(runs).splitlines() if "seed 141" in line]
     assert len(rows) == 2
-    assert cells(rows[1], "softmax")[1:] == ["test", "60.00", "51.00", "−15.00 %", "η = 2e-05, λ = 0.002", "2"]
+    assert cells(rows[1], "softmax")[1:] == [
+        "test",
+        "60.00",
+        "51.00",
+        "−15.00 %",
+        "η = 2e-05, λ = 0.002 (η on the edge)",
+        "2 of 24",
+    ]
 
 
 def test_times_count_what_ran_together_once(runs_of) -> None:
@@ -156,8 +174,8 @@ def test_times_count_what_ran_together_once(runs_of) -> None:
     assert cells(whole_runs.times(runs), "softmax")[1:] == [
         "2",
         "30 epochs, 75.0 s",
-        "2 epochs, 5.0 s",
-        "8.0 s",
+        "2 epochs, 5.0 s, ended at its limit",
+        "2 points and test, 8 s",
         "6.0 s",
     ]
 
@@ -196,6 +214,24 @@ def test_a_lead_that_turns_is_said_to_be_gone(runs_of) -> None:
     assert "of softmax by −13.56 % and that of sigsoftmax by −15.00 % (paper −11.40 % and −13.07 %)" in claim.text
     assert "favours sigsoftmax here" in claim.text
     assert "is +1.69 % static and +0.00 % dynamic" in summary(runs)
+
+
+def test_finetuning_of_unequal_lengths_is_said_with_the_gap_at_equal_ones(runs_of) -> None:
+    """softmax has eight epochs and its rule fires in the last; sigsoftmax was ended in the third by the clock."""
+    softmax, other = (run_of(head, 141, (60.0, 59.0, 51.0)) for head in ("softmax", "sigsoftmax"))
+    finetuned = {p.run.head: p.run for p in (*softmax, *other) if p.run.phase == "finetune"}
+    longer = {head: dataclasses.replace(run, overrides=CHANGES[:1]) for head, run in finetuned.items()}
+    payloads = [
+        dataclasses.replace(p, run=dataclasses.replace(p.run, overrides=CHANGES[:1])) for p in (*softmax, *other)
+    ]
+    payloads += [epoch(longer["softmax"], number, 59.0 + 0.1 * (number > 2)) for number in range(1, 9)]
+    payloads += [epoch(longer["sigsoftmax"], number, 60.0 - 0.1 * number) for number in range(1, 4)]
+    (claim,) = (c for c in claims(runs_of(*payloads), None) if c.text.startswith("*The gap after finetuning"))
+    assert "softmax has 8 epochs (ended by its rule)" in claim.text
+    assert "sigsoftmax has 3 epochs (ended by the time of the line)" in claim.text
+    assert (
+        "after 3 epochs of both the validation perplexity of sigsoftmax relative to softmax was +1.02 %" in claim.text
+    )
 
 
 def test_ranks_stand_beside_thresholds_and_losses(runs_of) -> None:

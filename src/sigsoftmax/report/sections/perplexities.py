@@ -14,7 +14,7 @@ from sigsoftmax.report.statistics import Sample, perplexity
 from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table, range_text, sample_text
 from sigsoftmax.report.theme import Looks, head_label, same_head, swatch
 
-__all__ = ["Variant", "collect", "grid_table", "perplexity_table"]
+__all__ = ["Variant", "collect", "grid_edges", "grid_table", "perplexity_table"]
 
 Place = tuple[Stage, Split]
 
@@ -234,6 +234,16 @@ def perplexity_table(
 # --- dynamic evaluation's grid ------------------------------------------------------------------------------------
 
 
+def grid_edges(chosen: DynamicEvaluationRecord, tried: Sequence[DynamicEvaluationRecord]) -> list[str]:
+    """Which of the rates η and λ of the winner are at an end of those that were tried."""
+    rates, decays = {p.learning_rate for p in tried}, {p.decay for p in tried}
+    return [
+        name
+        for name, value, values in (("η", chosen.learning_rate, rates), ("λ", chosen.decay, decays))
+        if len(values) > 1 and value in (min(values), max(values))
+    ]
+
+
 def grid_table(title: str, records: Sequence[DynamicEvaluationRecord], looks: Looks) -> Table | None:
     """Which points of the grid won, and whether they lie on its edge."""
     runs: dict[RunIdentity, list[DynamicEvaluationRecord]] = {}
@@ -246,12 +256,6 @@ def grid_table(title: str, records: Sequence[DynamicEvaluationRecord], looks: Lo
         tried = [p for p in points if p.split == "valid"]
         if chosen is None:
             continue
-        rates, decays = {p.learning_rate for p in tried}, {p.decay for p in tried}
-        edges = [
-            name
-            for name, value, values in (("η", chosen.learning_rate, rates), ("λ", chosen.decay, decays))
-            if len(values) > 1 and value in (min(values), max(values))
-        ]
         rows.append(
             Row(
                 (
@@ -262,7 +266,7 @@ def grid_table(title: str, records: Sequence[DynamicEvaluationRecord], looks: Lo
                     f"{chosen.decay:.3g}",
                     f"{chosen.epsilon:.3g}",
                     str(len(tried)) if tried else DASH,
-                    (" and ".join(edges) or "no") if len(tried) > 1 else DASH,
+                    (" and ".join(grid_edges(chosen, tried)) or "no") if len(tried) > 1 else DASH,
                 )
             )
         )
