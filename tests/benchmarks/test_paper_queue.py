@@ -8,6 +8,7 @@ import paper_queue
 import pytest
 from paper_queue import QUEUE, RUNS, Line, gather
 from tests.benchmarks.test_whole_runs import run_of, spectrum_of
+from tests.report.synthetic_runs import environment
 
 from sigsoftmax.cli import _parser
 from sigsoftmax.experiments.reproduce import ReproduceConfig
@@ -67,16 +68,17 @@ def test_the_table_says_which_lines_are_done(tmp_path: Path) -> None:
         payloads = [*run_of(head, line.seed, (60.0, 59.0, 51.0)), spectrum_of(head, line.seed, 402)]
         for payload in payloads:
             last = isinstance(payload, EpochRecord) and payload.epoch == 30
-            records.append(Record.of(dataclasses.replace(payload, epoch=line.epochs) if last else payload))
+            kept = dataclasses.replace(payload, epoch=line.epochs) if last else payload
+            records.append(Record.of(kept, environment("python -m sigsoftmax reproduce table4")))
     states = {kept: paper_queue.state(line, records[:kept]) for kept in (0, 3, len(records) - 1, len(records))}
     assert states[0] == "not run yet"
     assert states[3].startswith("stopped without all of: training, finetuning, dynamic evaluation, ranks (")
     assert states[len(records) - 1].startswith("stopped without all of: ranks (")
-    assert states[len(records)].startswith(f"done ({records[-1].environment.time_utc[:10]}, ")
+    assert states[len(records)].startswith("done (2026-01-01, Test CPU, commit ")
     append(tmp_path / f"{line.name}.jsonl", records)
     rows = paper_queue.table(tmp_path).splitlines()[2:]
     assert ["| done (" in row for row in rows] == [True] + [False] * (len(QUEUE) - 1)
-    assert paper_queue.commands(tmp_path).splitlines() == ["# line 1", records[0].environment.command]
+    assert paper_queue.commands(tmp_path).splitlines() == ["# line 1", "sigsoftmax reproduce table4"]
 
 
 def test_without_a_line_the_queue_is_printed(
