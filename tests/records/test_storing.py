@@ -191,6 +191,17 @@ def test_a_run_of_a_benchmark_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     ]
 
 
+def test_what_is_measured_again_in_the_same_second_replaces_its_predecessor_alone(tmp_path):
+    """Audits of one model on different texts have one subject and other parts: they are measurements of their own."""
+    first = audits()["without a target"]
+    second = dataclasses.replace(first, contexts_from="another text")
+    again = dataclasses.replace(first, seconds=99.0)
+    for payloads in ((first,), (second,), (again,)):
+        found = stored(tmp_path / "a.jsonl", 1, *payloads)
+    assert [record.payload_as(Audit) for record in found] == [again, second]
+    assert not_covered_later([(payload, at(1)) for payload in (first, second, again)]) == [1, 2]
+
+
 def test_other_subjects_stay(tmp_path):
     path = tmp_path / "a.jsonl"
     others = [fit(0.1, width=3), fit(0.1, seed=9), fit(0.1, truth="another"), paired(1)]

@@ -15,7 +15,7 @@ from sigsoftmax.records.speed import Measurement
 from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
 from sigsoftmax.records.training import ComparisonRecord, DynamicEvaluationRecord, EpochRecord, EvaluationRecord
 
-__all__ = ["PAYLOADS", "Measured"]
+__all__ = ["IN_SERIES", "PAYLOADS", "Measured"]
 
 
 class Measured(Payload, Protocol):
@@ -49,3 +49,7 @@ PAYLOADS: Mapping[str, type[Measured]] = {
     )
 }
 """By the name of the kind."""
+
+IN_SERIES = frozenset({Measurement.KIND})
+"""Kinds of which several records are one measurement: the implementations of a case, whose times compare within one run
+alone. A record of any other kind is a measurement by itself."""

@@ -6,8 +6,8 @@ holds stays where it is: records of other models, heads and seeds, a whole audit
 bounds of a rank beside a spectrum, lines that this version cannot read.
 
 What a record measured is its ``subject``. How much of it was measured is its ``extent``: for each part a number, such
-as the contexts that a spectrum was computed from. Records of one subject that were written together are one
-measurement, such as the implementations of a benchmark, whose times compare within one run alone.
+as the contexts that a spectrum was computed from. A record is a measurement by itself, whenever it was written. Only
+the implementations of a benchmark, whose times compare within one run alone, are one measurement together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from sigsoftmax.records.envelope import Environment, Record
-from sigsoftmax.records.kinds import PAYLOADS, Measured
+from sigsoftmax.records.kinds import IN_SERIES, PAYLOADS, Measured
 
 __all__ = ["not_covered_later", "store", "write_whole"]
 
@@ -115,10 +115,17 @@ def _covered(old: Sequence[_Line], new: Mapping[Hashable, Sequence[_Line]]) -> s
 
 
 def _measurements(entries: Sequence[tuple[Measured, Environment]]) -> list[list[int]]:
-    """The places of the entries that are one measurement: of one subject, written together, each with other parts."""
+    """The places of the entries of each measurement.
+
+    A series is of one subject, each record with other parts, and its records share their environment. Other records are
+    told apart by what they measured and not by their time, which is known to a second.
+    """
     last: dict[Hashable, tuple[list[int], set[Hashable]]] = {}
     found: list[list[int]] = []
     for place, (payload, environment) in enumerate(entries):
+        if payload.KIND not in IN_SERIES:
+            found.append([place])
+            continue
         key, parts = (_subject(payload), environment), set(payload.extent)
         if key not in last or not parts or parts & last[key][1]:
             last[key] = [], set()
