@@ -90,8 +90,7 @@ class Records:
 
 def arithmetic(epoch: EpochRecord) -> str:
     """The precision, and whether the persistent recurrence computed the LSTM layers; if not, it was torch's own."""
-    persistent = "persistent kernels" in epoch.recurrence
-    return f"{epoch.run.precision}, persistent" if persistent else epoch.run.precision
+    return f"{epoch.run.precision}, persistent" if epoch.is_persistent else epoch.run.precision
 
 
 def perplexity(record: EpochRecord) -> float:

@@ -124,13 +124,18 @@ def test_the_verdict_is_what_a_reader_sees_first(browser, tmp_path):
     append(tmp_path / "a.jsonl", [Record.of(payload, where) for payload in synthetic_runs.comparisons(seeds=3)])
     write_report(ReportConfig(paths=(tmp_path,), out=tmp_path / "r.html"))
     opened = Tab(browser, tmp_path / "r.html")
-    assert opened.page.locator("main > section").first.get_attribute("id") == "verdict"
+    assert opened.page.locator(".sections > section").first.get_attribute("id") == "verdict"
     answer = opened.page.locator("#verdict .findings li").first
     assert answer.text_content().startswith("Use MoS(K=4)")
     assert answer.bounding_box()["y"] < 900
     # Time and parameters are seen without scrolling, intervals and all.
     table = opened.page.locator("#verdict .scroll").first
     assert table.evaluate("e => e.scrollWidth - e.clientWidth") == 0
+    # Beside the contents on a wide screen, before them on a phone.
+    assert opened.page.locator("nav").bounding_box()["y"] < answer.bounding_box()["y"]
+    opened.page.set_viewport_size({"width": 390, "height": 844})
+    assert answer.bounding_box()["y"] < 844
+    assert opened.page.locator("nav").bounding_box()["y"] > table.bounding_box()["y"]
     opened.context.close()
 
 

@@ -76,6 +76,11 @@ class EpochRecord:
     """the most memory the run's process held on the accelerator"""
 
     @property
+    def is_persistent(self) -> bool:
+        """Whether the persistent kernels computed the LSTM layers; if not, it was torch's own LSTM."""
+        return "persistent kernels" in self.recurrence
+
+    @property
     def subject(self) -> Hashable:
         return self.run, self.epoch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from sigsoftmax.records.audits import Audit
@@ -80,7 +80,7 @@ class Material:
             return [entry for entry in entries if found[entry.payload.subject] is entry]
 
         return cls(
-            epochs=counting(loaded.take(EpochRecord)),
+            epochs=counting(_told_apart(loaded.take(EpochRecord))),
             evaluations=counting(loaded.take(EvaluationRecord)),
             dynamic_evaluations=counting(loaded.take(DynamicEvaluationRecord)),
             comparisons=counting(loaded.take(ComparisonRecord)),
@@ -113,6 +113,30 @@ class Material:
     def published_heads(self) -> tuple[str, ...]:
         """Those of the paper, which stand in its tables whether or not they were run again."""
         return HEADS
+
+
+def _told_apart(entries: list[Entry[EpochRecord]]) -> list[Entry[EpochRecord]]:
+    """The epochs of runs that were made with both recurrences: those on the persistent kernels become another setting.
+
+    Their masks are drawn in another order and their times are others, so that one is no repetition of the other, and
+    heads must not be compared across them. A run that went on with the other recurrence has no epoch twice, but for
+    those since its last checkpoint, and stays one run.
+    """
+    epochs: dict[tuple[RunIdentity, bool], set[int]] = {}
+    for entry in entries:
+        epochs.setdefault((entry.payload.run, entry.payload.is_persistent), set()).add(entry.payload.epoch)
+    both = {
+        run
+        for run, is_persistent in epochs
+        if is_persistent and 2 * len(epochs[run, True] & epochs.get((run, False), set())) > len(epochs[run, True])
+    }
+    return [
+        replace(entry, payload=replace(entry.payload, run=replace(entry.payload.run, precision=precision)))
+        if entry.payload.is_persistent and entry.payload.run in both
+        else entry
+        for entry in entries
+        for precision in (f"{entry.payload.run.precision}, persistent recurrence",)
+    ]
 
 
 def run_label(run: RunIdentity) -> str:

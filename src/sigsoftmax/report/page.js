@@ -287,7 +287,7 @@
     },
     { rootMargin: "-10% 0px -60% 0px" },
   );
-  document.querySelectorAll("main > section").forEach((section) => watcher.observe(section));
+  document.querySelectorAll(".sections > section").forEach((section) => watcher.observe(section));
 
   showTheme();
   drawNext();

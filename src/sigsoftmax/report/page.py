@@ -65,23 +65,27 @@ def render(loaded: Loaded, *, title: str) -> str:
     overview = _overview(sections)
     opening = [first] if isinstance(first, Section) else []
     plotly = plotly_script()
+    shown = [section.to_html(has_plots=plotly is not None) for section in sections]
+    # What a page opens with comes before its contents, so that a narrow screen shows it first.
+    before: list[Markup | None] = [section.to_html() for section in opening] or [overview]
+    after = [overview, *shown] if opening else shown
     scripts = [script for script in (plotly, _asset("page.js") if plotly else None) if script]
     body = join(
         tag("a", "Skip to the content", href="#content", class_="skip"),
         _header(loaded, title),
         tag(
-            "div",
-            _contents(opening, sections, absent, has_overview=overview is not None),
+            "main",
             tag(
-                "main",
+                "div",
                 tag("p", NO_PLOTLY, class_="warning", role="note") if plotly is None else None,
-                [section.to_html() for section in opening],
-                overview,
-                [section.to_html(has_plots=plotly is not None) for section in sections],
-                id="content",
-                tabindex=-1,
+                before,
+                class_="sections",
             ),
+            _contents(opening, sections, absent, has_overview=overview is not None),
+            tag("div", after, class_="sections"),
+            id="content",
             class_="columns",
+            tabindex=-1,
         ),
         _footer(),
         _data(sections) if plotly else None,

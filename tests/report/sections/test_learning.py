@@ -45,6 +45,13 @@ def test_the_mean_is_over_epochs_that_every_seed_has(tmp_path):
     assert [trace["x"] for trace in singles] == [[1, 2, 3, 4], [1, 2]]
 
 
+def test_training_comes_before_finetuning_whatever_the_files_name_first(tmp_path):
+    training = curve("softmax", 1, [300, 200])
+    finetuning = [dataclasses.replace(p, run=dataclasses.replace(p.run, phase="finetune")) for p in training]
+    made = section_of(learning, [*finetuning, *training], tmp_path)
+    assert [figure.title for figure in made.figures] == ["Penn Treebank: training", "Penn Treebank: finetuning"]
+
+
 def test_the_reference_curve_is_compared_with_the_value_that_divides_alike(tmp_path):
     reference = next(c for c in reference_curves() if c.head == "softmax")
     values = [reference.perplexities.get(epoch, 100.0) * 1.02 for epoch in range(1, 23)]

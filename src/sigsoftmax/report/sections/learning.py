@@ -69,10 +69,13 @@ def section(material: Material, looks: Looks) -> Section | Absent:
         figures.setdefault((entry.payload.run.corpus, entry.payload.run.phase), []).append(entry)
     if not figures:
         return Absent("Learning curves", "sigsoftmax train ptb-sigsoftmax")
+    corpora = list(dict.fromkeys(corpus for corpus, _ in figures))
     blocks: list[Block] = []
     findings: list[str] = []
     shown: list[tuple[str, Group]] = []
-    for number, ((corpus, phase), entries) in enumerate(figures.items(), start=1):
+    # Files of a folder may name finetuning first.
+    in_order = sorted(figures.items(), key=lambda figure: (corpora.index(figure[0][0]), figure[0][1] != "train"))
+    for number, ((corpus, phase), entries) in enumerate(in_order, start=1):
         groups = _groups(entries, looks)
         shown += [(PHASES.get(phase, phase), group) for group in groups]
         blocks.append(_figure(f"learning-{number}", corpus, phase, groups, looks, entries))
