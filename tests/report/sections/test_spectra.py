@@ -1,5 +1,6 @@
 """Spectra: ranks beside the paper's, thresholds and noise floors, cliffs."""
 
+import dataclasses
 import math
 
 import pytest
@@ -55,6 +56,25 @@ def test_ranks_are_told_by_head_and_labels_say_only_what_differs(tmp_path):
     made = section_of(spectra, [*payloads, *longer], tmp_path)
     assert made.figures[0].legend[-1].label == "softmax (training.epochs=8)"
     assert "softmax (training.epochs=4) 401 to 403 (3 seeds); " in made.figures[0].summary
+
+
+def test_settings_of_one_head_differ_in_dash_and_have_findings_of_their_own(tmp_path):
+    heads = {"softmax": (57.0, 402), "sigsoftmax": (56.6, 1300)}
+    longer = synthetic_runs.model_spectra(heads)
+    shorter = [
+        dataclasses.replace(m, run=dataclasses.replace(m.run, overrides=("training.epochs=22",), phase="train"))
+        for m in longer
+    ]
+    made = section_of(spectra, [*longer, *shorter], tmp_path)
+    figure = made.figures[0]
+    softmax = [switch.look for switch in figure.legend if switch.label.startswith("softmax")]
+    assert len({look.dash for look in softmax}) == 2
+    assert len({look.slot for look in softmax}) == 1
+    assert [finding.partition(": ranks")[0] for finding in made.findings] == [
+        "Penn Treebank, finetuned",
+        "Penn Treebank, training.epochs=22, not finetuned",
+    ]
+    assert all("(" not in finding.partition(" by the paper's")[0] for finding in made.findings)
 
 
 def test_a_cliff_is_drawn_where_it_is():

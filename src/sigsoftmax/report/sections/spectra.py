@@ -28,7 +28,7 @@ from sigsoftmax.report.tables import (
     sentence,
     size_text,
 )
-from sigsoftmax.report.theme import Look, Looks, head_label, same_head, swatch
+from sigsoftmax.report.theme import DASHES, Look, Looks, head_label, same_head, swatch
 
 __all__ = ["Curve", "section", "spectrum_figure", "tables"]
 
@@ -57,6 +57,8 @@ class Curve:
     spectrum: Spectrum
     group: str = ""
     """the name without the seed, for what is said of all seeds of a head; empty: the name"""
+    setting: str = ""
+    """what tells it from curves of the same head"""
 
 
 def is_usable(spectrum: Spectrum) -> bool:
@@ -83,7 +85,14 @@ def section(material: Material, looks: Looks) -> Section | Absent:
         title = f"{sentence(corpus_label(corpus))}, {split}: singular values of the log-output matrix"
         environments = [entry.environment for entry in entries]
         blocks.append(spectrum_figure(f"spectrum-{number}", title, curves, environments))
-        findings += _findings(curves, corpus_label(corpus))
+        for setting in dict.fromkeys(curve.setting for curve in curves):
+            # Of one setting the heads are told apart by their names alone.
+            same = [
+                dataclasses.replace(c, group=c.group.removesuffix(f" ({setting})"))
+                for c in curves
+                if c.setting == setting
+            ]
+            findings += _findings(same, ", ".join(filter(None, (corpus_label(corpus), setting))))
     blocks += [dataclasses.replace(table, has_heading=True) for table in tables(material, looks)]
     sizes: dict[tuple[int, int], list[Entry[Spectrum]]] = {}
     for entry in material.spectra:
@@ -120,15 +129,18 @@ def _by_matrix(entries: Sequence[Entry[ModelSpectrum]]) -> dict[tuple[str, str, 
 def _model_curves(entries: Sequence[Entry[ModelSpectrum]], looks: Looks) -> list[Curve]:
     runs = [entry.payload.run for entry in entries]
     settings = differing([(*setting_parts(run), PHASES.get(run.phase, run.phase)) for run in runs])
-    groups = [
-        looks[run.head].label + (f" ({', '.join(setting)})" if setting else "")
-        for run, setting in zip(runs, settings, strict=True)
-    ]
+    texts = [", ".join(setting) for setting in settings]
+    groups = [looks[run.head].label + (f" ({text})" if text else "") for run, text in zip(runs, texts, strict=True)]
     curves = []
-    for entry, group in zip(entries, groups, strict=True):
+    for entry, group, text in zip(entries, groups, texts, strict=True):
         run, look = entry.payload.run, looks[entry.payload.run.head]
         name = f"{group}, seed {run.seed}" if groups.count(group) > 1 else group
-        curves.append(Curve(name, Look(name, look.slot, look.dash, look.width), entry.payload.spectrum, group))
+        # Several settings of one head: the same colour, told apart by dash and words.
+        own = list(
+            dict.fromkeys(t for t, r in zip(texts, runs, strict=True) if same_head(r.head) == same_head(run.head))
+        )
+        dash = DASHES[(DASHES.index(look.dash) + own.index(text)) % len(DASHES)]
+        curves.append(Curve(name, Look(name, look.slot, dash, look.width), entry.payload.spectrum, group, text))
     return curves
 
 
