@@ -108,10 +108,17 @@ def stage_gate(records: Records) -> str:
     blocks = []
     for curve in reference_curves():
         recipe = REFERENCE_RECIPES[curve.head]
-        runs = list(records.of(recipe))
+        runs = [*records.of(recipe), *_whole(records, curve.head)]
         if runs:
             blocks.append(_gate_table(curve, recipe, runs))
     return "\n".join(blocks) or NO_RECORDS
+
+
+def _whole(records: Records, head: str) -> Iterator[tuple[str, int, Epochs]]:
+    """The curves of whole runs, of which the gate sees the first epochs."""
+    for variant in records.whole.variants("ptb", head):
+        for seed in sorted(variant.epochs):
+            yield "whole run", seed, records.whole.curve(variant, "train", seed)
 
 
 def _gate_table(curve: ReferenceCurve, recipe: str, runs: Sequence[tuple[str, int, Epochs]]) -> str:

@@ -74,6 +74,17 @@ def test_a_single_pair_has_no_interval(tmp_path: Path) -> None:
     assert row_of(text, "gss(k=0)")[-1] == "+0.0247 (one seed)"
 
 
+def test_whole_runs_pass_the_gate_for_themselves(tmp_path: Path) -> None:
+    """They have the recipe, the seed and the arithmetic of a short run, and neither replaces the other."""
+    (tmp_path / "paper").mkdir()
+    read(tmp_path / "paper", epoch("ptb-softmax", 141, 95.04, number=8))
+    records = read(tmp_path, epoch("ptb-softmax", 141, 105.6, number=8))
+    text = write_reproduction.stage_gate(records)
+    assert row_of(text, "epoch")[2:] == ["bf16, persistent, seed 141", "whole run, seed 141"]
+    assert row_of(text, "8 |")[2:] == ["105.6 (-0.0%)", "95.0 (-10.0%)"]
+    assert row_of(text, "largest")[2:] == ["-0.0%: within 4%", "-10.0%: outside 4%"]
+
+
 def test_no_rank_stands_alone(tmp_path: Path) -> None:
     spectrum = Spectrum(
         source="a model",
