@@ -77,8 +77,9 @@ bench-classifiers: $(VENV)/.installed-dev ## heads of a digit classifier with fe
 bench-lm: $(VENV)/.installed-dev ## the first epochs of the paper's recipes on a CUDA device: hours on a small one
 	$(BIN)/python benchmarks/language_models.py times bf16 mixtures dynamic ranks float32 $(ARGS)
 
-reproduction-docs: $(VENV)/.installed-dev ## tables of docs/reproduction.md, from results
+reproduction-docs: $(VENV)/.installed-dev ## tables and pictures of docs/reproduction.md and the README, from results
 	$(BIN)/python benchmarks/write_reproduction.py $(ARGS)
+	$(BIN)/python benchmarks/write_overview.py $(ARGS)
 
 choosing-docs: $(VENV)/.installed-dev ## tables of docs/choosing.md, from results and benchmarks/records
 	$(BIN)/python benchmarks/write_choosing.py $(ARGS)

@@ -71,34 +71,11 @@ class Gap:
 
     @property
     def standard_error(self) -> float | None:
-        """Welch's; None where either has a single run."""
+        """Of the difference of two unpaired means; None where either has a single run."""
         errors = (self.first.standard_error, self.second.standard_error)
         if errors[0] is None or errors[1] is None:
             return None
         return math.hypot(errors[0], errors[1])
-
-    @property
-    def half_interval(self) -> float | None:
-        """Half of the 95 % interval of the difference, by Welch's t; None where either has too few seeds for one."""
-        error = self.standard_error
-        if min(self.first.count, self.second.count) < LEAST_SEEDS or error is None or not math.isfinite(error):
-            return None
-        if error == 0.0:
-            return 0.0
-        parts = [
-            (sample.deviation**2 / sample.count) ** 2 / (sample.count - 1)
-            for sample in (self.first, self.second)
-            if sample.deviation is not None
-        ]
-        return student_quantile(1.0 - SIGNIFICANCE / 2.0, error**4 / sum(parts)) * error
-
-    @property
-    def is_resolved(self) -> bool | None:
-        """Whether the 95 % interval leaves out zero; None where there is no interval."""
-        half = self.half_interval
-        if half is None or not math.isfinite(self.size):
-            return None
-        return abs(self.size) > half
 
     def seeds_needed(self) -> int | None:
         """Seeds of each that would find a gap of this size at this spread; None if not known or beyond all reason."""
