@@ -2,8 +2,9 @@
 
 An output function is ``f(z)_i = g(z_i) / sum_m g(z_m)``. With ``phi = log g`` it is softmax of a transformed
 logit, so a member is given by ``phi``, its slope ``phi'`` and the derivatives of ``phi`` by its parameters. The
-formulas stand in ``forms``; a :class:`Definition` here names a member, its parameters, and how they become the
-arguments of a form. Losses, modules, kernels, the command line and the tests are derived from these two files.
+formulas stand in ``forms``; a :class:`Definition` here names a member, its parameters (see ``parameters``), and how
+they become the arguments of a form. Losses, modules, kernels, the command line and the tests are derived from these
+files.
 
 Users meet :class:`OutputFunction`: a definition with values for its parameters.
 """
@@ -13,44 +14,38 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Scaled, Values
+from sigsoftmax.parameters import (
+    Learned,
+    Number,
+    Parameter,
+    ParameterKind,
+    Value,
+    checked_value,
+    parsed_value,
+    printed_value,
+    scalar,
+)
 
-__all__ = ["Definition", "Form", "Learned", "OutputFunction", "Parameter", "names", "register_function"]
+__all__ = [
+    "Definition",
+    "Form",
+    "Learned",
+    "OutputFunction",
+    "Parameter",
+    "ParameterKind",
+    "names",
+    "register_function",
+]
 
 # The members
-
-
-@dataclass(frozen=True)
-class Learned:
-    """A parameter that a layer creates and trains: its first value, and whether each class has its own."""
-
-    initial: float | None = None
-    per_class: bool = False
-
-
-Value = float | Tensor | Learned
-Number = float | Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """What a member's parameter may be."""
-
-    default: float
-    lower_bound: float = -math.inf
-    """Values at or below it are refused (when they are plain numbers; a learned value moves as it likes)."""
-    can_be_learned: bool = True
-    can_differ_by_class: bool = False
-    """Only for what leaves the offset of a row alone: a shift of z."""
-    learned_in_layers: bool = False
-    """A layer that is given the bare name of the member trains this parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +58,7 @@ class Definition:
     form: Form
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     arguments: Callable[..., tuple[Number, ...]]
+    """Arithmetic on the parameters alone: a parameter that is NaN makes NaN of every argument that depends on it."""
     is_linear: Callable[..., bool] = lambda **_: False
     """Whether phi is an affine function of z, so that log f has rank at most d + 1 (d + 2 with a bias)."""
 
@@ -251,9 +247,13 @@ class OutputFunction:
             if key not in known:
                 allowed = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
                 raise ValueError(f"output function {name!r} has no parameter {key!r}; {allowed}")
-        self.given: dict[str, Value] = {
-            key: _checked_value(name, key, known[key], value) for key, value in parameters.items()
-        }
+        self.given: dict[str, Value] = {}
+        self.kinds: dict[str, ParameterKind] = {}
+        """The kind of each parameter that is no fixed number: of a tensor, or of one that a layer is to create."""
+        for key, value in parameters.items():
+            self.given[key], kind = checked_value(name, key, known[key], value)
+            if kind is not None:
+                self.kinds[key] = kind
 
     @property
     def name(self) -> str:
@@ -270,6 +270,11 @@ class OutputFunction:
         return not any(isinstance(value, Tensor) for value in self.given.values())
 
     @property
+    def has_shared_phi(self) -> bool:
+        """Whether one phi serves all classes: no parameter differs by class."""
+        return ParameterKind.PER_CLASS not in self.kinds.values()
+
+    @property
     def is_linear(self) -> bool:
         """Whether log f has the rank bound of softmax."""
         return self.definition.is_linear(**self.parameters)
@@ -281,7 +286,7 @@ class OutputFunction:
         The values of tensors are read as they are now, for which a device has to be waited for.
         """
         arguments = self.arguments()
-        return all(a.ndim == 0 for a in arguments) and self.form.is_increasing([float(a) for a in arguments])
+        return self.has_shared_phi and self.form.is_increasing([float(a.detach()) for a in arguments])
 
     @property
     def form(self) -> Form:
@@ -296,13 +301,34 @@ class OutputFunction:
                     f"parameter {key!r} of {self.name!r} is to be learned, and only a layer can create it; "
                     f"pass a tensor: OutputFunction({self.name!r}, {key}=tensor)"
                 )
-            if isinstance(value, Tensor) and value.ndim == 1 and num_classes not in (None, value.shape[0]):
+            differs_by_class = self.kinds.get(key) is ParameterKind.PER_CLASS
+            if isinstance(value, Tensor) and differs_by_class and num_classes not in (None, value.shape[0]):
                 raise ValueError(
                     f"parameter {key!r} of {self.name!r} has {value.shape[0]} values, but there are {num_classes} "
                     "classes; give one number, or one per class"
                 )
             values[key] = value
-        return [a if isinstance(a, Tensor) else _scalar(a) for a in self.definition.arguments(**values)]
+        return [a if isinstance(a, Tensor) else scalar(a) for a in self.definition.arguments(**values)]
+
+    def argument_kinds(self) -> tuple[ParameterKind | None, ...]:
+        """The kind of each of :meth:`arguments`: that of the parameters it depends on, None for a fixed number."""
+        found: list[ParameterKind | None] = [None for _ in self._numbers(unknown=())]
+        # What depends on a scalar and on a parameter per class is per class, so that comes last.
+        for kind in (ParameterKind.SCALAR, ParameterKind.PER_CLASS):
+            of_kind = [key for key, known in self.kinds.items() if known is kind]
+            for i, number in enumerate(self._numbers(unknown=of_kind)):
+                found[i] = kind if math.isnan(number) else found[i]
+        return tuple(found)
+
+    def _numbers(self, *, unknown: Collection[str]) -> list[float]:
+        """The arguments of the form as numbers, NaN for those that depend on an ``unknown`` parameter.
+
+        Other parameters that are no fixed numbers are taken at their defaults.
+        """
+        defaults = self.definition.parameters
+        numbers = {k: v if isinstance(v, float) else defaults[k].default for k, v in self.parameters.items()}
+        arguments = self.definition.arguments(**numbers | dict.fromkeys(unknown, math.nan))
+        return [float(argument) for argument in arguments]
 
     def __eq__(self, other: object) -> bool:
         """Whether both are the same function: the same member with the same numbers, or the very same tensors."""
@@ -347,11 +373,11 @@ class OutputFunction:
                 raise ValueError(f"cannot read {item!r} in {text!r}; write parameters like 'k=0.2'")
             if key in parameters:
                 raise ValueError(f"parameter {key!r} twice in {text!r}; give it once")
-            parameters[key] = _parsed_value(text, value)
+            parameters[key] = parsed_value(text, value)
         return cls(name, **parameters)
 
     def __str__(self) -> str:
-        inside = ", ".join(f"{key}={_printed_value(value)}" for key, value in self.given.items())
+        inside = ", ".join(f"{key}={printed_value(value)}" for key, value in self.given.items())
         return f"{self.name}({inside})" if inside else self.name
 
     def __repr__(self) -> str:
@@ -362,84 +388,8 @@ class OutputFunction:
         return _with_values, (self.name, self.given)
 
 
-_SCALARS: dict[float, Tensor] = {}
-
-
-def _scalar(value: float) -> Tensor:
-    """A fixed number as a tensor on the CPU, made once: for a small loss on a GPU, making it takes its share."""
-    known = None if torch.compiler.is_compiling() else _SCALARS.get(value)
-    if known is not None:
-        return known
-    made = torch.full((), value, dtype=torch.float64, device="cpu")
-    # What a mode or a transform makes (fake, functional, inference, vmap) is of no use outside it.
-    is_plain = type(made) is Tensor and not torch._C._are_functorch_transforms_active()
-    if is_plain and not torch.compiler.is_compiling() and not made.is_inference():
-        _SCALARS[value] = made
-    return made
-
-
 def _with_values(name: str, given: dict[str, Value]) -> OutputFunction:
     return OutputFunction(name, **given)
-
-
-def _checked_value(name: str, key: str, spec: Parameter, value: Value | int) -> Value:
-    where = f"parameter {key!r} of output function {name!r}"
-    if isinstance(value, Learned):
-        if not spec.can_be_learned:
-            raise ValueError(f"{where} cannot be learned; give a number")
-        if value.per_class and not spec.can_differ_by_class:
-            raise ValueError(f"{where} cannot differ by class; learn one number")
-        if value.initial is not None:
-            _check_number(f"the first value of {where}", float(value.initial), spec)
-        return value
-    if isinstance(value, Tensor):
-        if not value.is_floating_point() or value.ndim > 1:
-            raise ValueError(
-                f"{where} must be a floating-point tensor of shape () or (num_classes,), "
-                f"got {value.dtype} of shape {tuple(value.shape)}"
-            )
-        if not spec.can_be_learned:
-            raise ValueError(f"{where} must be a plain number, got a tensor; use .item()")
-        if value.ndim == 1 and not spec.can_differ_by_class:
-            raise ValueError(f"{where} cannot differ by class; give one number, got {value.shape[0]}")
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where} must be a number or a tensor, got {type(value).__name__}")
-    return _check_number(where, float(value), spec)
-
-
-def _check_number(where: str, number: float, spec: Parameter) -> float:
-    if not math.isfinite(number):
-        raise ValueError(f"{where} must be finite, got {number}")
-    if number <= spec.lower_bound:
-        raise ValueError(f"{where} must be greater than {spec.lower_bound:g}, got {number:g}")
-    return number
-
-
-def _parsed_value(text: str, value: str) -> Value:
-    kind: Literal["", "learned", "per_class"] = ""
-    if value.partition(":")[0] in ("learned", "per_class"):
-        kind, _, value = value.partition(":")  # type: ignore[assignment]
-    try:
-        number = float(value) if value or not kind else None
-    except ValueError:
-        raise ValueError(
-            f"cannot read the value {value!r} in {text!r}; write a number, 'learned', 'learned:0.5', "
-            "'per_class' or 'per_class:0.5'"
-        ) from None
-    if kind:
-        return Learned(initial=number, per_class=kind == "per_class")
-    assert number is not None
-    return number
-
-
-def _printed_value(value: Value) -> str:
-    if isinstance(value, Learned):
-        kind = "per_class" if value.per_class else "learned"
-        return kind if value.initial is None else f"{kind}:{value.initial!r}"
-    if isinstance(value, Tensor):
-        return f"tensor{tuple(value.shape)}"
-    return repr(value)
 
 
 def table() -> Sequence[Definition]:
