@@ -2,9 +2,9 @@
 
 An output function is ``f(z)_i = g(z_i) / sum_m g(z_m)``. With ``phi = log g`` it is softmax of a transformed
 logit, so a member is given by ``phi``, its slope ``phi'`` and the derivatives of ``phi`` by its parameters. The
-formulas stand in ``forms``; a :class:`Definition` here names a member, its parameters (see ``parameters``), and how
-they become the arguments of a form. Losses, modules, kernels, the command line and the tests are derived from these
-files.
+formulas stand in ``forms`` and what is known of them in ``properties``; a :class:`Definition` here names a member, its
+parameters (see ``parameters``), and how they become the arguments of a form. Losses, modules, kernels, the command line
+and the tests are derived from these files.
 
 Users meet :class:`OutputFunction`: a definition with values for its parameters.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Scaled, Values
+from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Scaled
 from sigsoftmax.parameters import (
     Learned,
     Number,
@@ -33,6 +33,7 @@ from sigsoftmax.parameters import (
     printed_value,
     scalar,
 )
+from sigsoftmax.properties import Properties
 
 __all__ = [
     "Definition",
@@ -59,8 +60,6 @@ class Definition:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     arguments: Callable[..., tuple[Number, ...]]
     """Arithmetic on the parameters alone: a parameter that is NaN makes NaN of every argument that depends on it."""
-    is_linear: Callable[..., bool] = lambda **_: False
-    """Whether phi is an affine function of z, so that log f has rank at most d + 1 (d + 2 with a bias)."""
 
 
 _DEFINITIONS: dict[str, Definition] = {}
@@ -79,7 +78,6 @@ _define(
         form=LOGISTIC,
         parameters={"alpha": Parameter(default=1.0, lower_bound=0.0)},
         arguments=lambda alpha: (alpha, 0.0, 0.0),
-        is_linear=lambda **_: True,
     )
 )
 _define(
@@ -128,7 +126,6 @@ _define(
         form=LOGISTIC,
         parameters={"k": Parameter(default=2.0), "c": Parameter(default=0.0, can_differ_by_class=True)},
         arguments=lambda k, c: (1.0, k - 1.0, c),
-        is_linear=lambda k, c: isinstance(k, float) and k == 1.0,
     )
 )
 _define(
@@ -204,14 +201,7 @@ def register_function(
         slopes = torch.func.grad(lambda *a: phi(z, *a).sum(), argnums=tuple(range(len(wide))))(*wide)
         return tuple(slopes), tuple(torch.zeros_like(anchor) for _ in wide)
 
-    def is_increasing(values: Values) -> bool:
-        return False
-
-    def steepest(values: Values) -> float:
-        return math.inf
-
-    slope = slope or slope_by_autograd
-    form = Form(name, phi, slope, scaled, argument_slopes, is_increasing, steepest, is_builtin=False)
+    form = Form(name, phi, slope or slope_by_autograd, scaled, argument_slopes, is_builtin=False)
     _FORMS[name] = form
     _define(
         Definition(
@@ -275,9 +265,23 @@ class OutputFunction:
         return ParameterKind.PER_CLASS not in self.kinds.values()
 
     @property
+    def properties(self) -> Properties:
+        """What is known of phi for the values that its parameters have now.
+
+        The values of tensors are read, for which a device has to be waited for.
+        """
+        pairs = zip(self.arguments(), self.argument_kinds(), strict=True)
+        return self.form.properties([None if k is ParameterKind.PER_CLASS else float(a.detach()) for a, k in pairs])
+
+    @property
+    def lasting_properties(self) -> Properties:
+        """What is known of phi whatever values its tensors, and what a layer learns, take; nothing is read."""
+        return self.form.properties([None if math.isnan(n) else n for n in self._numbers(unknown=self.kinds)])
+
+    @property
     def is_linear(self) -> bool:
-        """Whether log f has the rank bound of softmax."""
-        return self.definition.is_linear(**self.parameters)
+        """Whether phi is known to be one line, whatever is learned, so that log f has the rank bound of softmax."""
+        return self.lasting_properties.is_affine is True
 
     @property
     def is_increasing(self) -> bool:
@@ -285,8 +289,7 @@ class OutputFunction:
 
         The values of tensors are read as they are now, for which a device has to be waited for.
         """
-        arguments = self.arguments()
-        return self.has_shared_phi and self.form.is_increasing([float(a.detach()) for a in arguments])
+        return self.has_shared_phi and self.properties.is_increasing is True
 
     @property
     def form(self) -> Form:

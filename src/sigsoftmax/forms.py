@@ -1,14 +1,14 @@
 """The formulas of the family: phi = log g, its slope, and its derivatives by its arguments, each written once.
 
 ``logistic`` alone covers five members, because softmax, sigsoftmax, its shifted version, sigmoid and gss are all
-``alpha z + beta log sigmoid(z - c)``. Derivations are in docs/mathematics.md.
+``alpha z + beta log sigmoid(z - c)``. What is known of each, such as where it increases, stands in ``properties``.
+Derivations are in docs/mathematics.md.
 
 Shapes: N rows, V classes. Arguments of a form are tensors of shape () or (V,).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sigsoftmax.properties import LogisticProperties, Properties, ReluProperties, SoftcapProperties, Values
+
 Pair = tuple[Tensor, Tensor]
 ArgumentSlopes = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 OffsetGap = Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[Tensor]], Tensor]
-Values = Sequence[float | None]
-"""of a form's arguments; None where a value is not known: it differs by class, or lies on a device"""
 
 
 class Scaled(NamedTuple):
@@ -46,12 +46,7 @@ class Form:
     ``argument_slopes(z, anchor, *arguments)`` returns the derivatives by each argument of phi less its offset, and of
     the offset.
 
-    ``is_increasing(values)`` says whether phi is known not to decrease for these values of the arguments. Then the
-    anchor is the row's highest logit, and classes that share phi are ordered as their logits are. Whoever relies on
-    either asks here.
-
-    ``steepest(values)`` bounds the slope of phi; a value that is not known counts as 1. Gradients of logits can be as
-    much larger than the loss, and float16 ends at 65504.
+    ``properties(values)`` is what is known of phi for these values of the arguments; nothing of a user's phi.
 
     ``leading(lowest, highest, *arguments)`` is the anchor for any values of the arguments: whichever end of the row has
     the larger phi, since a phi that is monotone or convex is largest at an end. None means that the highest logit
@@ -67,8 +62,7 @@ class Form:
     slope: Callable[..., Tensor]
     scaled: Callable[..., Scaled]
     argument_slopes: Callable[..., ArgumentSlopes]
-    is_increasing: Callable[[Values], bool]
-    steepest: Callable[[Values], float]
+    properties: Callable[[Values], Properties] = Properties
     leading: Callable[..., Tensor] | None = None
     is_builtin: bool = True
     offset_gap: OffsetGap | None = None
@@ -77,6 +71,10 @@ class Form:
         """``(phi(z) - offset, offset)``"""
         value, unit, offset = self.scaled(z, anchor, *arguments)
         return unit * value, offset
+
+    def is_increasing(self, values: Values) -> bool:
+        """Whether phi is known not to decrease for these values; then the anchor is the row's highest logit."""
+        return self.properties(values).is_increasing is True
 
 
 # Logistic: phi(z) = alpha z + beta log sigmoid(z - c)
@@ -96,16 +94,6 @@ def _logistic_slope(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor
     left = x < 0
     beyond = beta * torch.sigmoid(torch.where(left, x, -x))
     return torch.where(left, (alpha + beta) - beyond, alpha + beyond)
-
-
-def _is_increasing_logistic(values: Values) -> bool:
-    alpha, beta, _ = values
-    return alpha is not None and beta is not None and alpha >= 0.0 and alpha + beta >= 0.0
-
-
-def _steepest_logistic(values: Values) -> float:
-    alpha, beta = (1.0 if value is None else value for value in values[:2])
-    return max(abs(alpha), abs(alpha + beta))
 
 
 def _power_of_two(alpha: Tensor, beta: Tensor) -> Tensor:
@@ -234,18 +222,13 @@ def _gap_of_phi(scaled: Callable[..., Scaled]) -> OffsetGap:
     return lambda anchor, arguments, other_anchor, _: scaled(anchor, other_anchor, *arguments).value
 
 
-def _always(values: Values) -> bool:
-    return True
-
-
 LOGISTIC = Form(
     "logistic",
     _logistic_phi,
     _logistic_slope,
     _logistic_scaled,
     _logistic_argument_slopes,
-    _is_increasing_logistic,
-    _steepest_logistic,
+    LogisticProperties,
     _logistic_leading,
     offset_gap=_logistic_offset_gap,
 )
@@ -255,8 +238,7 @@ RELU = Form(
     _relu_slope,
     _relu_scaled,
     _relu_argument_slopes,
-    _always,
-    lambda values: math.inf if values[0] is None else 1.0 / values[0],
+    ReluProperties,
     offset_gap=_gap_of_phi(_relu_scaled),
 )
 SOFTCAP = Form(
@@ -265,7 +247,6 @@ SOFTCAP = Form(
     _softcap_slope,
     _softcap_scaled,
     _softcap_argument_slopes,
-    _always,
-    lambda values: 1.0,
+    SoftcapProperties,
     offset_gap=_gap_of_phi(_softcap_scaled),
 )

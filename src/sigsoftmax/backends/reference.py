@@ -102,7 +102,7 @@ def gradient_dtype(form: Form, arguments: Sequence[Tensor], product_dtype: torch
         values: list[float | None] = [None for _ in arguments]
     else:
         values = [constant(a) for a in arguments]
-    return torch.float32 if form.steepest(values) > STEEP else product_dtype
+    return torch.float32 if form.properties(values).steepest > STEEP else product_dtype
 
 
 def arguments_like(z: Tensor, form: Form, arguments: Sequence[Tensor]) -> list[Tensor]:
