@@ -177,11 +177,23 @@ def test_softmax_and_sigsoftmax_are_recognised_by_their_values(known: Case) -> N
     assert properties.is_sigsoftmax is is_sigsoftmax
 
 
+def test_the_same_phi_is_recognised_by_its_values() -> None:
+    # Less its value at 0, since a constant does not count.
+    points = (-3000.0, -60.0, -1.0, 2.0, 3000.0)
+    exact = [[known.phi(z) - known.phi(0) for z in points] for known in CASES]
+    properties = [known.function.properties for known in CASES]
+    for i, one in enumerate(properties):
+        for j, other in enumerate(properties):
+            is_same = all(abs(a - b) < 1e-9 for a, b in zip(exact[i], exact[j], strict=True))
+            assert one.is_same_phi(other) is is_same, (str(CASES[i]), str(CASES[j]))
+    assert OutputFunction("gss").properties.is_same_phi(OutputFunction("sigsoftmax").properties)
+
+
 # What is not known
 
 
 def answers(properties: Properties) -> dict[str, object]:
-    names = (name for name in dir(Properties) if not name.startswith("_") and name != "values")
+    names = [name for name, kind in vars(Properties).items() if isinstance(kind, property)]
     return {name: getattr(properties, name) for name in names}
 
 
@@ -192,6 +204,8 @@ def test_nothing_is_known_of_a_users_own_phi() -> None:
         assert found.pop("steepest") == math.inf
         assert set(found.values()) == {None}
     assert function.is_linear is function.is_increasing is False
+    softmax = OutputFunction("softmax").properties
+    assert function.properties.is_same_phi(softmax) is softmax.is_same_phi(function.properties) is None
 
 
 def test_what_is_known_of_a_form_without_its_values() -> None:
@@ -217,6 +231,7 @@ def test_a_shift_for_each_class_leaves_the_slopes_known() -> None:
     assert (properties.is_strictly_increasing, properties.is_concave, properties.is_affine) == (True, False, False)
     assert properties.linear_pieces == (("left", pytest.approx(0.2), None), ("right", 1.0, 0.0))
     assert properties.bend is None
+    assert properties.is_same_phi(properties) is None
     assert not function.is_increasing, "each phi increases, but classes do not share one"
     straight = function.with_parameters(k=1.0).properties
     assert (straight.is_softmax, straight.affine_slope) == (True, 1.0)

@@ -91,6 +91,14 @@ class Properties:
         """
         return None
 
+    def is_same_phi(self, other: Properties) -> bool | None:
+        """Whether both describe one phi, but for a constant, which f does not depend on."""
+        if Properties in (type(self), type(other)) or None in (*self.values, *other.values):
+            return None
+        if self.affine_slope is not None:
+            return self.affine_slope == other.affine_slope
+        return type(self) is type(other) and tuple(self.values) == tuple(other.values)
+
 
 class LogisticProperties(Properties):
     """phi(z) = alpha z + beta log sigmoid(z - c); its slope lies between alpha, far right, and alpha + beta."""

@@ -9,7 +9,7 @@ import torch
 from sigsoftmax.analysis import argmax
 from sigsoftmax.analysis.argmax import Cone, argmax_counts, decide_by_programs, has_rising_phi
 from sigsoftmax.analysis.output_layer import OutputLayer
-from sigsoftmax.family import OutputFunction
+from sigsoftmax.family import OutputFunction, register_function
 
 scipy_spatial = pytest.importorskip("scipy.spatial")
 scipy_optimize = pytest.importorskip("scipy.optimize")
@@ -137,6 +137,9 @@ def test_without_scipy_the_search_still_finds_most(monkeypatch):
         ("sigsoftmax", True),
         ("gss(k=0)", True),
         ("softcap(c=30)", True),
+        # Their slopes vanish in float64 for most logits, and are positive all the same.
+        ("softcap(c=0.01)", True),
+        ("gss(k=0, c=900)", True),
         ("relu", False),
         ("gss(k=-1, c=-200)", False),
     ],
@@ -144,6 +147,19 @@ def test_without_scipy_the_search_still_finds_most(monkeypatch):
 def test_which_functions_keep_the_order(text, rising):
     layer = OutputLayer(weight_Vd=torch.randn(5, 2), function=OutputFunction.parse(text))
     assert has_rising_phi(layer) is rising
+
+
+@pytest.mark.parametrize(("alpha", "rising"), [(0.3, True), (0.0, False), (-0.3, False)])
+def test_a_learned_scale_keeps_the_order_where_it_is_positive(alpha, rising):
+    function = OutputFunction("softmax", alpha=torch.tensor(alpha, requires_grad=True))
+    assert has_rising_phi(OutputLayer(weight_Vd=torch.randn(5, 2), function=function)) is rising
+
+
+def test_the_slope_of_a_users_own_phi_is_looked_at():
+    rising, waving = register_function("rising", torch.atan), register_function("waving", torch.sin)
+    weight_Vd = torch.randn(5, 2)
+    assert has_rising_phi(OutputLayer(weight_Vd=weight_Vd, function=rising))
+    assert not has_rising_phi(OutputLayer(weight_Vd=weight_Vd, function=waving))
 
 
 def test_what_is_not_covered_is_refused():

@@ -26,6 +26,9 @@ def layer_and_contexts(text: str, shift: float = 0.0, scale: float = 1.0) -> tup
         ("sigmoid", [("left", 1.0), ("right", 0.0)]),
         ("gss(k=0.2)", [("left", 0.2), ("right", 1.0)]),
         ("softcap(c=3)", [("left", 0.0), ("centre", 1.0), ("right", 0.0)]),
+        ("softcap(c=1000)", [("left", 0.0), ("centre", 1.0), ("right", 0.0)]),
+        ("shifted_sigsoftmax(b=-5000)", [("left", 2.0), ("right", 1.0)]),
+        ("gss(k=-0.5)", [("left", -0.5), ("right", 1.0)]),
         ("relu", [("left", 0.0)]),
     ],
 )
@@ -34,9 +37,22 @@ def test_the_lines_of_the_family(text, lines):
     assert [(line.name, pytest.approx(float(line.slope[0]), abs=1e-9)) for line in found] == lines
 
 
+def test_the_lines_of_a_function_with_a_shift_for_each_class():
+    found = lines_of(OutputFunction("gss", k=torch.tensor(0.3), c=torch.tensor([-9.0, 0.0, 9.0])), 3)
+    assert [line.name for line in found] == ["left", "right"]
+    assert [line.slope.tolist() for line in found] == [pytest.approx([0.3] * 3), [1.0] * 3]
+
+
 def test_the_lines_of_a_function_of_the_users_own():
     register_function("steep_left", lambda z: torch.where(z < 0, 3.0 * z, z))
     assert [float(line.slope[0]) for line in lines_of(OutputFunction("steep_left"), 2)] == [3.0, 1.0]
+    register_function("capped", lambda z: 2.0 * torch.tanh(z))
+    found = lines_of(OutputFunction("capped"), 2)
+    assert [(line.name, line.slope.tolist()) for line in found] == [
+        ("left", [0.0, 0.0]),
+        ("centre", [2.0, 2.0]),
+        ("right", [0.0, 0.0]),
+    ]
 
 
 def test_a_softmax_has_no_bend():

@@ -200,6 +200,9 @@ def solution_of(text: str, width: int, seed: int = 0) -> Solution:
         ("gss(k=2)", "sigsoftmax"),
         ("shifted_sigsoftmax(b=per_class)", "sigsoftmax"),
         ("shifted_sigsoftmax(b=per_class:3)", "softmax"),
+        ("shifted_sigsoftmax(b=-100)", "softmax"),
+        ("shifted_sigsoftmax(b=100)", "softmax"),
+        ("gss(k=0.2, c=100)", "softmax(alpha=1.5)"),
         ("gss(k=learned:0.5)", "gss(k=0.5)"),
         ("gss(k=learned:0.5)", "gss(k=0)"),
         ("gss(k=learned, c=per_class)", "gss(k=0.2, c=1)"),
@@ -238,11 +241,20 @@ def test_what_is_not_contained(larger, smaller):
 
 
 def test_where_phi_becomes_a_line():
-    assert linear_end(OutputFunction("sigsoftmax")) == (1.0, 1.0)
-    assert linear_end(OutputFunction("sigmoid")) == (-1.0, 1.0)
-    assert linear_end(OutputFunction("softmax", alpha=1.5)) == (1.0, 1.5)
+    assert linear_end(OutputFunction("sigsoftmax")) == (1.0, 1.0, 0.0)
+    assert linear_end(OutputFunction("sigmoid")) == (-1.0, 1.0, 0.0)
+    assert linear_end(OutputFunction("softmax", alpha=1.5)) == (1.0, 1.5, 0.0)
+    assert linear_end(OutputFunction("softmax", alpha=torch.tensor(-0.5))) is None
+    assert linear_end(OutputFunction("gss", k=torch.tensor(-0.5), c=torch.tensor(90.0))) == (1.0, 1.0, 90.0)
     assert linear_end(OutputFunction("relu")) is None
     assert linear_end(OutputFunction("softcap")) is None
+
+
+def test_where_a_phi_of_the_users_own_becomes_a_line():
+    register_function("flat_right", lambda z: 3.0 * torch.nn.functional.logsigmoid(z))
+    assert linear_end(OutputFunction("flat_right")) == (-1.0, 3.0, 0.0)
+    register_function("never", torch.asinh)
+    assert linear_end(OutputFunction("never")) is None
 
 
 def test_softmax_width_of_equal_kl():

@@ -34,6 +34,7 @@ from torch import Tensor
 from sigsoftmax.analysis.gram import add_product
 from sigsoftmax.analysis.head_sources import full_precision
 from sigsoftmax.analysis.output_layer import WORDS_AT_ONCE, OutputLayer, blocks_of
+from sigsoftmax.analysis.probing import is_rising
 from sigsoftmax.records.audits import ArgmaxCounts
 
 __all__ = ["Cone", "Decision", "argmax_counts", "decide_by_programs", "has_rising_phi"]
@@ -60,12 +61,10 @@ class Decision(NamedTuple):
 
 def has_rising_phi(layer: OutputLayer) -> bool:
     """Whether the order of f is that of the logits: one phi for all words, and that strictly rising."""
-    function = layer.function
-    if not layer.has_shared_phi or (function.form.is_builtin and not function.is_increasing):
+    if not layer.has_shared_phi:
         return False
-    # Nothing but its slope is known of a user's phi, and relu has stretches that do not rise.
-    z = torch.linspace(-60.0, 60.0, 2401, dtype=torch.float64)
-    return bool((function.slope(z) > 0.0).all())
+    known = layer.function.properties.is_strictly_increasing
+    return is_rising(layer.function) if known is None else known
 
 
 def argmax_counts(

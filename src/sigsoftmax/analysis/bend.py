@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, blocks_of
+from sigsoftmax.analysis.probing import slopes_of_ends
 from sigsoftmax.backends import reference
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.records.audits import Bend, ShareOnLine
@@ -25,8 +26,6 @@ __all__ = ["bend", "lines_of", "nearest_slope"]
 
 TOLERANCE = 0.05
 """A slope within this fraction of the distance between two lines counts as that of the nearer one."""
-FAR, FARTHER = 1e3, 1e4
-"""Where phi is probed for its asymptotes: farther than any logit, and than any shift of a class, should be."""
 
 Progress = Callable[[str], None]
 
@@ -42,21 +41,20 @@ class Line(NamedTuple):
 def lines_of(function: OutputFunction, words: int) -> list[Line]:
     """The lines of phi: at its two ends, if it has asymptotes there, and at a steepest point between them.
 
-    Found by probing the slope, so that a user's own member is covered. sigsoftmax has two (slopes 2 and 1), softcap
-    three (flat, 1 at zero, flat), relu one (flat): its log never becomes a line.
+    sigsoftmax has two (slopes 2 and 1), softcap three (flat, 1 at zero, flat), relu one (flat): its log never becomes a
+    line. Those of a user's own phi are probed.
     """
+    known = function.properties.linear_pieces
+    if known is None:
+        return _probed_lines(function, words)
+    return [Line(piece.where, torch.full((words,), piece.slope, dtype=torch.float64)) for piece in known]
 
-    def slope_at(z: float) -> Tensor:
-        return function.slope(torch.full((words,), z, dtype=torch.float64)).detach()
 
-    found = []
-    for name, sign in (("left", -1.0), ("right", 1.0)):
-        near, far = slope_at(sign * FAR), slope_at(sign * FARTHER)
-        if torch.allclose(near, far, rtol=1e-6, atol=1e-9):
-            found.append(Line(name, far))
-    centre, ends = slope_at(0.0), [line.slope for line in found]
-    are_parallel = len(ends) == 2 and torch.allclose(ends[0], ends[1], rtol=1e-6, atol=1e-9)
-    if are_parallel and not torch.allclose(centre, ends[0]):
+def _probed_lines(function: OutputFunction, words: int) -> list[Line]:
+    left, right, centre = slopes_of_ends(function, words)
+    found = [Line(name, slope) for name, slope in (("left", left), ("right", right)) if slope is not None]
+    are_parallel = left is not None and right is not None and torch.allclose(left, right, rtol=1e-6, atol=1e-9)
+    if are_parallel and not torch.allclose(centre, found[0].slope):
         found.insert(1, Line("centre", centre))
     return found
 
@@ -89,9 +87,11 @@ def bend(layer: OutputLayer, contexts: Contexts, *, memory: int = 1 << 30, progr
             by_mass[number] += f_RV[on_line].sum().double().cpu()
     by_count /= rows * layer.components * layer.words
     by_mass /= rows
-    slope, kl = (1.0, 0.0) if layer.is_softmax else nearest_slope(layer, contexts, memory=memory, progress=progress)
-    if layer.is_softmax:
-        slope = float(function.slope(torch.zeros(layer.words, dtype=torch.float64)).detach()[0])
+    own_slope = function.properties.affine_slope if layer.is_softmax else None
+    if own_slope is None:
+        slope, kl = nearest_slope(layer, contexts, memory=memory, progress=progress)
+    else:
+        slope, kl = own_slope, 0.0
     return Bend(
         contexts=len(contexts),
         lines=tuple(

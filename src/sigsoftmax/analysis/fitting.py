@@ -20,6 +20,7 @@ from sigsoftmax.analysis.lbfgs import Apply, Budget, Minimum, minimise
 from sigsoftmax.backends import reference
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.heads import Head
+from sigsoftmax.parameters import ParameterKind
 
 __all__ = ["Parts", "Problem"]
 
@@ -55,9 +56,8 @@ class Problem:
         self.negative_entropy = -float(self.weights_N @ torch.special.entr(self.p_NM).sum(1))
         self.learned = head.learned(self.words)
         # For a linear phi that is not fitted, phi costs no more than a factor.
-        self.linear_slope: float | None = None
-        if head.function.is_linear and not self.learned and all(a.ndim == 0 for a in head.function.arguments()):
-            self.linear_slope = float(head.function.slope(torch.zeros((), dtype=torch.float64)))
+        is_line = head.function.is_linear and not self.learned
+        self.linear_slope = head.function.properties.affine_slope if is_line else None
         self.block = max(1, BLOCK // (head.components * self.words))
         rows = self.contexts * head.components
         self._shapes: list[tuple[int, ...]] = [(rows, width), (self.words, width + 1)]
@@ -192,7 +192,8 @@ class Problem:
             if given.prior_NK is not None and slots.prior_NK is not None:
                 torch.div(given.prior_NK, row_weight_R.view_as(given.prior_NK), out=slots.prior_NK)
             for key, value in given.learned.items():
-                slots.learned[key].copy_(value / q_M if value.ndim else value / q_M.sum())
+                differs_by_class = self.head.function.kinds[key] is ParameterKind.PER_CLASS
+                slots.learned[key].copy_(value / (q_M if differs_by_class else q_M.sum()))
             return result
 
         return apply

@@ -20,6 +20,7 @@ from sigsoftmax.backends import reference
 from sigsoftmax.border import log_prior
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.heads import Head
+from sigsoftmax.parameters import ParameterKind
 
 __all__ = ["Contexts", "OutputLayer", "blocks_of", "detached"]
 
@@ -71,11 +72,12 @@ class OutputLayer:
     @property
     def head_text(self) -> str:
         """The head as ``Head.parse`` reads it; what was learned is written as learned, with its value if it is one."""
-        learned = {
-            key: Learned(initial=float(value) if value.ndim == 0 else None, per_class=value.ndim == 1)
-            for key, value in self.function.parameters.items()
-            if isinstance(value, Tensor)
-        }
+        learned = {}
+        for key, value in self.function.given.items():
+            if isinstance(value, Tensor):
+                differs_by_class = self.function.kinds[key] is ParameterKind.PER_CLASS
+                initial = None if differs_by_class else float(value.detach())
+                learned[key] = Learned(initial=initial, per_class=differs_by_class)
         return str(Head(self.function.with_parameters(**learned), self.components))
 
     @property
@@ -86,7 +88,7 @@ class OutputLayer:
     @property
     def has_shared_phi(self) -> bool:
         """Whether one phi serves all words: no parameter per class, and no mixture."""
-        return self.components == 1 and all(a.ndim == 0 for a in self.function.arguments())
+        return self.components == 1 and self.function.has_shared_phi
 
     def logits(self, hidden_Rd: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         """(R, V)"""

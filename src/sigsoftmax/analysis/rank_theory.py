@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.head_sources import OutputHead
+from sigsoftmax.parameters import ParameterKind
 
 __all__ = ["linear_reason", "upper_bound"]
 
@@ -24,8 +25,11 @@ def upper_bound(head: OutputHead) -> tuple[int, str]:
         has_bias = head.bias_M is not None and bool((head.bias_M != head.bias_M[0]).any())
         bound = head.width + 1 + has_bias
         return (bound, linear_reason(has_bias)) if bound < full else (full, "the smaller side of the matrix")
-    arguments = [a for a in head.parsed_head.function.arguments(head.words) if a.ndim]
-    different_words = _different_rows([head.weight_Md, *([] if head.bias_M is None else [head.bias_M]), *arguments])
+    function = head.parsed_head.function
+    of_words = [head.weight_Md, *([] if head.bias_M is None else [head.bias_M])]
+    for argument, kind in zip(function.arguments(head.words), function.argument_kinds(), strict=True):
+        of_words += [argument] if kind is ParameterKind.PER_CLASS else []
+    different_words = _different_rows(of_words)
     prior = [] if head.prior_logits_TK is None else [head.prior_logits_TK]
     different_contexts = _different_rows([head.hidden, *prior])
     if min(different_words, different_contexts) < full:

@@ -15,13 +15,17 @@ import torch
 from torch import Generator, Tensor
 
 from sigsoftmax.analysis.fitting import Problem
+from sigsoftmax.analysis.probing import line_beyond
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.heads import Head
+from sigsoftmax.parameters import ParameterKind
 
 __all__ = ["Solution", "contains", "disturbed", "embedded", "random_start", "spectral_start"]
 
 FAR = 40.0
 """Distance from the bend of phi at which it is a line within float64: exp(-40) is 4e-18."""
+LEAST_SLOPE = 1e-3
+"""The least slope of a line that is to carry the logits of a softmax, which are divided by it."""
 NEW_LOGITS = 0.3
 """Standard deviation of what new columns add to the logits of a start."""
 
@@ -36,22 +40,30 @@ class Solution:
 
 
 class LinearEnd(NamedTuple):
-    """phi is the line ``slope * z + constant`` for all z beyond ``FAR`` in the direction of ``sign``."""
+    """phi is the line ``slope * z + constant`` for all z at least ``FAR`` from ``bend``, on the side of ``sign``."""
 
     sign: float
     slope: float
+    bend: float
 
 
 def linear_end(function: OutputFunction) -> LinearEnd | None:
     """On which side phi becomes a rising line, if any: there the member is softmax of scaled logits.
 
-    sigsoftmax and gss do so at +inf, sigmoid at -inf. Found by probing, so a user's own member is covered.
+    sigsoftmax and gss do so at +inf, sigmoid at -inf. A user's own phi is probed, and taken to bend at 0.
     """
-    for sign in (1.0, -1.0):
-        z = sign * torch.linspace(FAR, 4.0 * FAR, 7, dtype=torch.float64)
-        slopes = torch.stack([function.slope(value) for value in z])
-        if slopes[0] > 1e-3 and torch.allclose(slopes, slopes[:1], rtol=1e-12, atol=0.0):
-            return LinearEnd(sign, float(slopes[0]))
+    known = function.properties
+    slopes: dict[str, float | None]
+    if known.linear_pieces is None:
+        slopes, bend = {"right": line_beyond(function, FAR), "left": line_beyond(function, -FAR)}, 0.0
+    else:
+        slopes = {piece.where: piece.slope for piece in known.linear_pieces}
+        assert known.bend is not None, "numbers per class are asked here while they are equal"
+        bend = known.bend
+    for where, sign in (("right", 1.0), ("left", -1.0)):
+        slope = slopes.get(where)
+        if slope is not None and slope > LEAST_SLOPE:
+            return LinearEnd(sign, slope, bend)
     return None
 
 
@@ -75,6 +87,9 @@ def _function_at(head: Head, values: dict[str, float]) -> OutputFunction:
 
 
 def _same_phi(one: OutputFunction, other: OutputFunction) -> bool:
+    known = one.properties.is_same_phi(other.properties)
+    if known is not None:
+        return known
     z = torch.linspace(-30.0, 30.0, 61, dtype=torch.float64)
     return torch.allclose(one.phi(z), other.phi(z), rtol=1e-12, atol=1e-12)
 
@@ -150,8 +165,9 @@ def disturbed(source: Solution, problem: Problem, generator: Generator) -> Tenso
         new_h.add_(noise(new_h, h_scale))
         new_output.add_(noise(new_output, NEW_LOGITS / (h_scale * math.sqrt(new_h.shape[1]))))
     if not source.problem.learned:
-        for value in parts.learned.values():
-            value.add_(noise(value, 1.0 if value.ndim else 0.0))
+        kinds = problem.head.function.kinds
+        for key, value in parts.learned.items():
+            value.add_(noise(value, 1.0 if kinds[key] is ParameterKind.PER_CLASS else 0.0))
     return x
 
 
@@ -170,9 +186,11 @@ def _carried_over(source: Solution, problem: Problem, *, bent: bool) -> Tensor:
         assert end is not None and old.linear_slope is not None, f"{problem.head} does not contain {old.head}"
         # Less their mean over words: the same distributions under a linear phi, and logits around zero.
         output_Me = (output_Me - output_Me.mean(0)) * (old.linear_slope / end.slope)
+        shift = end.bend
         if not bent:
             largest = (given.h_Rd @ output_Me[:, :-1].T + output_Me[:, -1]).abs().max()
-            output_Me[:, -1] += end.sign * (FAR + float(largest))
+            shift += end.sign * (FAR + float(largest))
+        output_Me[:, -1] += shift
 
     copies = problem.head.components // old.head.components
     h_NKd = given.h_Rd.view(problem.contexts, old.head.components, old.width).repeat(1, copies, 1)
