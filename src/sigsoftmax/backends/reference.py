@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.forms import Form
+from sigsoftmax.parameters import ParameterKind, kind_of
 
 MASK = float("-inf")
 
@@ -88,7 +89,8 @@ STEEP = 2.0**14
 
 def constant(argument: Tensor) -> float | None:
     """The value of a scalar argument that is known without waiting for a device."""
-    return float(argument.detach()) if argument.ndim == 0 and argument.device.type == "cpu" else None
+    is_scalar = kind_of(argument) is ParameterKind.SCALAR
+    return float(argument.detach()) if is_scalar and argument.device.type == "cpu" else None
 
 
 def gradient_dtype(form: Form, arguments: Sequence[Tensor], product_dtype: torch.dtype) -> torch.dtype:
@@ -111,10 +113,12 @@ def arguments_like(z: Tensor, form: Form, arguments: Sequence[Tensor]) -> list[T
     A fixed scalar stays on the CPU: torch passes its value to kernels, while a copy to a GPU would have to be waited
     for. What a user's form makes of its arguments is not known, so it gets them all on one device.
     """
-    return [
-        a.to(z.dtype) if form.is_builtin and a.ndim == 0 and not a.requires_grad else a.to(z.device, z.dtype)
-        for a in arguments
-    ]
+
+    def stays(argument: Tensor) -> bool:
+        is_fixed_scalar = kind_of(argument) is ParameterKind.SCALAR and not argument.requires_grad
+        return form.is_builtin and is_fixed_scalar
+
+    return [a.to(z.dtype) if stays(a) else a.to(z.device, z.dtype) for a in arguments]
 
 
 class Anchored(NamedTuple):

@@ -21,14 +21,13 @@ from sigsoftmax.forms import LOGISTIC, Form
 
 def routines(form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool) -> RowRoutines:
     """The fastest routines for a form. ``logits_like`` tells dtype, device and number of classes."""
-    values = [constant(a) for a in arguments]
+    properties = form.properties([constant(a) for a in arguments])
     # The hand-made passes take the row's highest logit for the one at which phi is largest.
-    if form is not LOGISTIC or logits_like.device.type != "cpu" or not form.is_increasing(values):
+    if form is not LOGISTIC or logits_like.device.type != "cpu" or not properties.is_increasing:
         return FormRows(form, arguments, logits_like, needs_arguments)
-    alpha, beta, c = values
     if not needs_arguments:
-        if beta == 0.0 and alpha is not None and alpha > 0.0:
+        if properties.is_softmax:
             return SoftmaxRows(arguments, logits_like)
-        if alpha == beta == 1.0 and c is not None:
+        if properties.is_sigsoftmax:
             return SigsoftmaxRows(arguments, logits_like)
     return LogisticRows(arguments, logits_like, needs_arguments)

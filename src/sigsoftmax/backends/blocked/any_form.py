@@ -13,6 +13,7 @@ from torch import Tensor
 from sigsoftmax.backends import reference
 from sigsoftmax.backends.interface import RowCoefficients, RowStats
 from sigsoftmax.forms import Form
+from sigsoftmax.parameters import ParameterKind, kind_of
 
 BLOCK_BYTES = 512 * 2**10
 """Intermediate results of this size are reused by the allocator; larger ones are mapped and faulted in each time."""
@@ -32,7 +33,9 @@ class FormRows:
         self.dtype = reference.compute_dtype(logits_like.dtype)
         like = logits_like.new_empty(0, dtype=self.dtype)
         self.arguments = reference.arguments_like(like, form, [a.detach() for a in arguments])
-        self.is_increasing = form.is_increasing([reference.constant(a) for a in arguments])
+        self.kinds = [kind_of(a) for a in arguments]
+        self.properties = form.properties([reference.constant(a) for a in arguments])
+        self.is_increasing = self.properties.is_increasing is True
         self.needs_arguments = needs_arguments
         self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
         self._argument_sums = [like.new_zeros(a.shape) for a in self.arguments]
@@ -87,13 +90,14 @@ class FormRows:
             by_phi_of_kept = by_phi_RV.masked_fill(masked, 0.0)
             row_sums = by_phi_of_kept.sum(-1, keepdim=True)
             relative, offset = self.form.argument_slopes(z, anchor, *self.arguments)
-            for total, by_relative, by_offset in zip(self._argument_sums, relative, offset, strict=True):
+            sums = zip(self._argument_sums, self.kinds, relative, offset, strict=True)
+            for total, kind, by_relative, by_offset in sums:
                 product = (by_phi_of_kept * by_relative).masked_fill_(unused, 0.0)
-                if total.ndim == 0:
-                    total += product.sum() + torch.where(row_sums == 0, row_sums, row_sums * by_offset).sum()
-                else:
-                    # An argument per class is a shift, or the user's: the offset does not move with it.
+                if kind is ParameterKind.PER_CLASS:
+                    # It is a shift, or the user's: the offset does not move with it.
                     total += product.sum(0)
+                else:
+                    total += product.sum() + torch.where(row_sums == 0, row_sums, row_sums * by_offset).sum()
         # What the loss does not depend on has gradient 0, even where the logit is NaN or its slope infinite.
         slope = torch.where(masked, torch.ones_like(slope), slope).masked_fill_(unused, 0.0)
         torch.mul(by_phi_RV, slope, out=by_phi_RV)

@@ -19,6 +19,7 @@ from sigsoftmax.backends import reference
 from sigsoftmax.backends.blocked.any_form import FormRows, block_rows
 from sigsoftmax.backends.interface import RowCoefficients, RowRoutines, RowStats
 from sigsoftmax.forms import LOGISTIC
+from sigsoftmax.parameters import ParameterKind
 
 BLOCK_BYTES = 2 * 2**20
 """A few work buffers of this size stay in the caches of today's cores."""
@@ -234,10 +235,11 @@ class LogisticRows(_FastRows):
         super().__init__(arguments, logits_like, slower)
         self.needs_arguments = needs_arguments
         self.alpha, self.beta, self.c = slower.arguments
+        self.has_shared_c = slower.kinds[2] is ParameterKind.SCALAR
         self.centre = self.c.mean()
+        self.is_concave = slower.properties.is_concave is True
         # Beyond it a gap times a slope could overflow, and 0 * inf is NaN.
-        steepest = max(1.0, abs(float(self.alpha)), abs(float(self.alpha + self.beta)))
-        self.limit = torch.finfo(self.dtype).max / (8.0 * steepest)
+        self.limit = torch.finfo(self.dtype).max / (8.0 * max(1.0, slower.properties.steepest))
 
     def _fast_stats(
         self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
@@ -257,13 +259,13 @@ class LogisticRows(_FastRows):
             self._gap = self._buffer("gap", z).copy_(relative).clamp_(min=torch.finfo(self.dtype).min)
             self._log_sigmoid = torch.clamp(x, max=0.0, out=self._buffer("log_sigmoid", z)).add_(tail)
             self._anchor = anchor
-        # Of the two lines the upper one is phi where the slope grows to the right, the lower one where it falls.
+        # phi follows the lower one of its two lines where it is concave, and else the upper one.
         left = torch.mul(x, self.alpha + self.beta, out=self._buffer("f", z))
-        if self.c.ndim == 0:
+        if self.has_shared_c:
             left.sub_(self.alpha * (anchor - self.c))
         else:
             left.add_(self.alpha * self.c).sub_(self.alpha * anchor)
-        choose = torch.maximum if bool(self.beta < 0) else torch.minimum
+        choose = torch.minimum if self.is_concave else torch.maximum
         choose(left, relative.mul_(self.alpha), out=relative).add_(tail.mul_(self.beta))
         top = relative.amax(-1, keepdim=True)
         f = self._f = torch.softmax(relative, -1, out=self._buffer("f", z))
@@ -302,7 +304,7 @@ class LogisticRows(_FastRows):
         by_alpha, by_beta, by_c = self.slower.argument_gradients()
         by_alpha += _inner(by_phi, self._gap) + (by_phi.sum(-1, keepdim=True) * self._anchor).sum()
         by_beta += _inner(by_phi, self._log_sigmoid)
-        if by_c.ndim == 0:
+        if self.has_shared_c:
             by_c -= self.beta * _inner(by_phi, complement)
         else:
             product = torch.mul(by_phi, complement, out=self._buffer("relative", by_phi))
