@@ -41,7 +41,7 @@ class FunctionModule(nn.Module):
             elif isinstance(value, nn.Parameter):
                 self.function_parameters[key] = value
             elif isinstance(value, Tensor):
-                self.register_buffer(f"function_{key}", value)
+                self.register_buffer(buffer_name(key), value)
                 self._buffer_names.append(key)
             elif key in member.given:
                 self._function_numbers[key] = value
@@ -49,12 +49,17 @@ class FunctionModule(nn.Module):
     @property
     def function(self) -> OutputFunction:
         """The output function with the module's parameters as they are now."""
-        held = {key: getattr(self, f"function_{key}") for key in self._buffer_names}
+        held = {key: getattr(self, buffer_name(key)) for key in self._buffer_names}
         learned = dict(self.function_parameters.items())
         return OutputFunction(self._function_name, **self._function_numbers, **learned, **held)
 
     def extra_repr(self) -> str:
         return f"function={self._function_text!r}"
+
+
+def buffer_name(key: str) -> str:
+    """The name under which a :class:`FunctionModule` holds a tensor that is no ``nn.Parameter``."""
+    return f"function_{key}"
 
 
 def _initial(member: OutputFunction, key: str, value: Learned, default: float, num_classes: int | None) -> Tensor:

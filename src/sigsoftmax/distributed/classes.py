@@ -15,6 +15,7 @@ from torch import Tensor
 from sigsoftmax.border import check_floating, check_tensor, is_dtensor
 from sigsoftmax.distributed.exchange import Exchange, sum_gradients
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.parameters import ParameterKind
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -135,9 +136,10 @@ def _head_of_dtensor(weight: DTensor, bias: Tensor | None, member: OutputFunctio
     for key, value in member.given.items():
         if isinstance(value, Tensor):
             where = f"parameter {key!r} of {member.name!r}"
-            given[key] = (
-                _own_part(where, value, mesh, exchange, sizes) if value.ndim else replicated(where, value, mesh)
-            )
+            if member.kinds[key] is ParameterKind.PER_CLASS:
+                given[key] = _own_part(where, value, mesh, exchange, sizes)
+            else:
+                given[key] = replicated(where, value, mesh)
     if bias is not None:
         bias = _own_part("linear_bias", bias, mesh, exchange, sizes)
     return Head(own, bias, member.with_parameters(**given), exchange, sizes, mesh)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from sigsoftmax.border import is_dtensor
 from sigsoftmax.distributed.exchange import Exchange
 from sigsoftmax.mixture import MixtureOutputLayer
-from sigsoftmax.modules import OutputLayer
+from sigsoftmax.modules import OutputLayer, buffer_name
+from sigsoftmax.parameters import ParameterKind
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,12 +45,14 @@ def shard_classes(layer: Layer, mesh: DeviceMesh) -> Layer:
     layer.weight = parameter(layer.weight)
     if layer.bias is not None:
         layer.bias = parameter(layer.bias)
-    for key, value in list(layer.function_parameters.items()):
-        if value.ndim == 1:
-            layer.function_parameters[key] = parameter(value)
-    for name, buffer in list(layer.named_buffers(recurse=False)):
-        if name.startswith("function_") and buffer.ndim == 1:
-            setattr(layer, name, divided(buffer))
+    for key, kind in layer.function.kinds.items():
+        if kind is not ParameterKind.PER_CLASS:
+            continue
+        if key in layer.function_parameters:
+            layer.function_parameters[key] = parameter(layer.function_parameters[key])
+        else:
+            name = buffer_name(key)
+            setattr(layer, name, divided(getattr(layer, name)))
     return layer
 
 

@@ -37,6 +37,7 @@ from sigsoftmax.distributed.exchange import sum_gradients
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.functional import LinearLossOptions, MixtureLossOptions
 from sigsoftmax.loss import Extras, Loss, Reduction, WeightGradient
+from sigsoftmax.parameters import ParameterKind
 
 
 class _ParallelOptions(LinearLossOptions, total=False):
@@ -238,7 +239,7 @@ def _eager_loss(
     chunk_bytes = default_chunk_bytes(chunk_bytes, input.device)
 
     held = {key: value for key, value in head.member.given.items() if isinstance(value, Tensor)}
-    shared = {key: value for key, value in held.items() if value.ndim == 0}
+    shared = {key: value for key, value in held.items() if head.member.kinds[key] is ParameterKind.SCALAR}
     facts = {
         "the shape of input": tuple(input.shape),
         "the dtype of products": product.dtype,
@@ -296,7 +297,7 @@ def _with_a_class(head: Head) -> Head:
     per_class = {
         key: torch.cat([value, value.new_zeros(1)])
         for key, value in head.member.given.items()
-        if isinstance(value, Tensor) and value.ndim == 1
+        if isinstance(value, Tensor) and head.member.kinds[key] is ParameterKind.PER_CLASS
     }
     return head._replace(
         weight_Vd=torch.cat([weight, weight.new_zeros(1, weight.shape[1])]),

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.integrations.huggingface import checkpoints
+from sigsoftmax.parameters import ParameterKind
 
 ADAPTER_FILE = "adapter_config.json"
 MARK = f"{checkpoints.KEY}:"
@@ -100,7 +100,7 @@ def load_with_model(path: str, load_model: Callable[..., Any], patch: Callable[.
             "save_pretrained, load it, and train the adapter on what you loaded"
         )
     member = OutputFunction.parse(function)
-    per_class = [key for key, value in member.given.items() if isinstance(value, Learned) and value.per_class]
+    per_class = [key for key, kind in member.kinds.items() if kind is ParameterKind.PER_CLASS]
     if per_class and MODULE_NAME not in (config.modules_to_save or ()):
         raise ValueError(
             f"the adapter in {path} does not hold the values of {', '.join(per_class)} for each class; train it with "
@@ -133,11 +133,7 @@ def function_in(settings: Mapping[str, Any]) -> str | None:
 
 def _kind(function: OutputFunction) -> str:
     """A function up to the values of what is learned, which an adapter may change."""
-    learned = {
-        key: Learned(per_class=value.per_class if isinstance(value, Learned) else value.ndim == 1)
-        for key, value in function.given.items()
-        if isinstance(value, Learned | Tensor)
-    }
+    learned = {key: Learned(per_class=kind is ParameterKind.PER_CLASS) for key, kind in function.kinds.items()}
     return str(function.with_parameters(**learned))
 
 

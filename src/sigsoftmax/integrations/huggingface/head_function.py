@@ -17,6 +17,7 @@ from sigsoftmax.backends.reference import MASK, compute_dtype
 from sigsoftmax.border import Function
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.modules import FunctionModule
+from sigsoftmax.parameters import ParameterKind
 
 SLAB_NUMBERS = 8 * 2**20
 """Logits that need no gradient are transformed in place, so many at a time (32 MiB in float32)."""
@@ -40,9 +41,8 @@ class LogitAdjustment:
 
 
 def is_plain_softmax(function: OutputFunction) -> bool:
-    """Whether logits mean what every softmax model means by them."""
-    alpha = function.parameters.get("alpha")
-    return function.name == "softmax" and isinstance(alpha, float) and alpha == 1.0
+    """Whether logits mean what every softmax model means by them: phi is the identity, and nothing of it is learned."""
+    return function.lasting_properties.affine_slope == 1.0
 
 
 class HeadFunction(FunctionModule):
@@ -60,7 +60,7 @@ class HeadFunction(FunctionModule):
             for key, value in tensors.items()
         }
         for key, value in held.items():
-            if value.ndim == 1 and value.shape[0] != num_classes:
+            if member.kinds[key] is ParameterKind.PER_CLASS and value.shape[0] != num_classes:
                 raise ValueError(
                     f"parameter {key!r} of {member.name!r} has {value.shape[0]} values, but the model has "
                     f"{num_classes} classes; give one number, or one per class"
@@ -68,9 +68,11 @@ class HeadFunction(FunctionModule):
         super().__init__(member.with_parameters(**held), num_classes)
         self.num_classes = num_classes
         self.scalars: tuple[str, ...] = ()
+        # Kept, because shapes change from here on: scalars are held as vectors, and what is sharded is in parts.
+        self.kinds = self.function.kinds
         for key, value in list(self.function_parameters.items()):
             # One number as a vector, since FSDP refuses scalars. A parameter of the caller's stays what it is.
-            if value.ndim == 0 and not isinstance(member.given.get(key), nn.Parameter):
+            if not self.differs_by_class(key) and not isinstance(member.given.get(key), nn.Parameter):
                 self.scalars += (key,)
                 self.function_parameters[key] = nn.Parameter(value.detach().reshape(1), value.requires_grad)
         self.frozen = tuple(sorted({*frozen, *(key for key, value in held.items() if not value.requires_grad)}))
@@ -87,7 +89,7 @@ class HeadFunction(FunctionModule):
         return OutputFunction(self._function_name, **self._function_numbers, **values)
 
     def differs_by_class(self, key: str) -> bool:
-        return self.function_parameters[key].ndim == 1 and key not in self.scalars
+        return self.kinds[key] is ParameterKind.PER_CLASS
 
     def freeze(self) -> None:
         """Keep what is to stay as it is from being trained; loading makes new parameters, which are not."""
@@ -96,6 +98,7 @@ class HeadFunction(FunctionModule):
 
     @property
     def is_plain_softmax(self) -> bool:
+        # By its name as well: a member whose phi happens to be the identity, gss(k=1), is stored as what it is.
         return self._function_name == "softmax" and is_plain_softmax(self.function)
 
     def forward(self, logits: Tensor) -> Tensor:
@@ -174,9 +177,9 @@ def tempered(member: OutputFunction, temperature: float) -> OutputFunction:
         raise ValueError(f"temperature must be greater than 0, got {temperature}")
     if temperature == 1.0:
         return member
-    alpha = member.parameters.get("alpha")
-    if member.name == "softmax" and isinstance(alpha, float):
-        return OutputFunction("softmax", alpha=alpha / temperature)
+    slope = member.lasting_properties.affine_slope
+    if slope is not None:
+        return OutputFunction("softmax", alpha=slope / temperature)
     name = f"{member.name}_at_temperature"
     if _is_new(name, member):
         definition = member.definition
