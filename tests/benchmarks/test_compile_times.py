@@ -13,7 +13,7 @@ import kernel_launches
 import torch
 
 from sigsoftmax.backends import dispatch
-from sigsoftmax.backends.triton import plain, scaling
+from sigsoftmax.backends.triton import scaling, token_kernels
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_programs_add_up_their_variants(compiled):
 
 
 def test_launches_differ_by_what_triton_specialises():
-    kernel = plain.total_kernel
+    kernel = token_kernels.total_kernel
     x = torch.empty(64, device="meta")
 
     def launch(size, values=x, block=4096):

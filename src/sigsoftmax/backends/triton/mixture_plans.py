@@ -12,87 +12,17 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from sigsoftmax.backends import products
 from sigsoftmax.backends.sources import LinearLogits
-from sigsoftmax.backends.triton import forms, mixtures, plan_kernels, plans, priors
+from sigsoftmax.backends.triton import forms, plans, priors
 from sigsoftmax.backends.triton.fixed import fixed_values
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.rows import TritonRows
 from sigsoftmax.backends.triton.scaling import Scaling
+from sigsoftmax.backends.triton.token_kernels import planned_mixture_kernel
 from sigsoftmax.forms import Form
-
-
-@triton.jit
-def planned_mixture_kernel(
-    target,
-    prior_logits,
-    offset,
-    normalizer,
-    at_target,
-    shares,
-    by_normalizer,
-    by_target,
-    by_prior,
-    total,
-    first,
-    last,
-    N,
-    K,
-    V,
-    programs,
-    alpha,
-    beta,
-    c,
-    ignore_index,
-    floor,
-    z_loss,
-    FORM: tl.constexpr,
-    IS_INCREASING: tl.constexpr,
-    IS_MEAN: tl.constexpr,
-    HAS_FLOOR: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """What the tokens from ``first`` to ``last`` add to the loss, and its derivatives by what was measured of them.
-
-    Targets, prior and shares are those of all N tokens, what was measured that of the chunk. The last of the
-    ``programs`` of all chunks adds up the loss.
-    """
-    scale = plan_kernels.token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
-    token = first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    is_token = token < last
-    component = tl.arange(0, LANES)[None, :]
-    inside = is_token[:, None] & (component < K)
-    position = token[:, None] * K + component
-    row = (token - first)[:, None] * K + component
-    y = tl.load(target + token, mask=is_token, other=ignore_index)
-    is_kept = y != ignore_index
-    tl.device_assert((y == ignore_index) | ((y >= 0) & (y < V)), "target out of range; see SIGSOFTMAX_CHECK=1")
-    z = tl.load(prior_logits + position, mask=inside, other=-float("inf")).to(tl.float32)
-    log_prior = priors.log_prior_of(z, alpha, beta, c, FORM, IS_INCREASING)
-    n = tl.load(normalizer + row, mask=inside, other=0.0)
-    gap = tl.load(at_target + row, mask=inside, other=0.0) - n
-    log_p, share = mixtures.mixed(log_prior, gap, inside, floor, HAS_FLOOR)
-    loss = -log_p
-    log_sum = n + tl.load(offset + row, mask=inside, other=0.0)
-    finite_sum = forms.finite(log_sum)
-    if HAS_Z_LOSS:
-        loss += tl.sum(tl.where(inside, z_loss * tl.exp(log_prior) * finite_sum * finite_sum, 0.0), 1)
-    added = tl.where(is_kept, scale * loss, 0.0)
-    tl.store(shares + token, tl.where(scale == float("inf"), float("nan"), added), mask=is_token)
-    by_n = tl.where(is_kept[:, None], share * scale, 0.0)
-    tl.store(by_target + row, -by_n, mask=inside)
-    by_z = priors.by_prior_logits(z, log_prior, tl.where(inside, -by_n, 0.0), alpha, beta, c, FORM)
-    tl.store(by_prior + position, by_z.to(by_prior.dtype.element_ty), mask=inside)
-    if HAS_Z_LOSS:
-        by_n += tl.where(is_kept[:, None], 2.0 * z_loss * finite_sum * tl.exp(log_prior) * scale, 0.0)
-    tl.store(by_normalizer + row, by_n, mask=inside)
-    plan_kernels.add_up(shares, total, N, programs, BLOCK)
 
 
 class Launches(NamedTuple):

@@ -12,98 +12,16 @@ from collections.abc import Sequence
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from sigsoftmax.backends.chunks import LossOptions, TokenLosses
 from sigsoftmax.backends.interface import RowCoefficients
 from sigsoftmax.backends.sources import Source
-from sigsoftmax.backends.triton import forms, plain, priors, ranges
+from sigsoftmax.backends.triton import plain, priors, ranges
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import TritonRows
+from sigsoftmax.backends.triton.token_kernels import mixture_kernel
 from sigsoftmax.forms import Form
-
-
-@triton.jit
-def mixed(log_prior, log_f, inside, floor, HAS_FLOOR: tl.constexpr):
-    """(log p of the target with the floor, what each component answers for in it)."""
-    joint = tl.where(inside, log_prior + log_f, -float("inf"))
-    top = tl.max(joint, 1)
-    top = tl.where(top == -float("inf"), 0.0, top)
-    shares = tl.exp(joint - top[:, None])
-    total = tl.sum(shares, 1)
-    log_p = top + tl.log(total)
-    # Where all components are masked there is none to answer for the target.
-    share = tl.where(log_p[:, None] == -float("inf"), 0.0, shares / total[:, None])
-    floored = log_p
-    if HAS_FLOOR:
-        log_floor = tl.log(floor)
-        higher = tl.maximum(log_p, log_floor)
-        floored = higher + tl.log(tl.exp(log_p - higher) + tl.exp(log_floor - higher))
-        share *= tl.exp(log_p - floored)[:, None]
-    return floored, share
-
-
-@triton.jit
-def mixture_kernel(
-    target,
-    class_weight,
-    scale,
-    log_prior,
-    offset,
-    normalizer,
-    at_target,
-    losses,
-    log_normalizer,
-    by_normalizer,
-    by_target,
-    by_prior,
-    first,
-    N,
-    K,
-    ignore_index,
-    floor,
-    z_loss,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_FLOOR: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
-    HAS_GRADIENT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Losses of the tokens from ``first`` to N, and the derivatives of their total by what was measured."""
-    token = first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    is_token = token < N
-    component = tl.arange(0, LANES)[None, :]
-    inside = is_token[:, None] & (component < K)
-    position = token[:, None] * K + component
-    y = tl.load(target + token, mask=is_token, other=ignore_index)
-    is_kept = y != ignore_index
-    n = tl.load(normalizer + position, mask=inside, other=0.0)
-    log_sum = n + tl.load(offset + position, mask=inside, other=0.0)
-    tl.store(log_normalizer + position, log_sum, mask=inside)
-    prior = tl.load(log_prior + position, mask=inside, other=-float("inf"))
-    gap = tl.load(at_target + position, mask=inside, other=0.0) - n
-    floored, share = mixed(prior, gap, inside, floor, HAS_FLOOR)
-    loss = -floored
-    if HAS_WEIGHT:
-        weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
-        loss = tl.where(weight == 0, 0.0, loss * weight)
-        share *= weight[:, None]
-    finite_sum = forms.finite(log_sum)
-    if HAS_Z_LOSS:
-        squares = tl.where(inside, z_loss * tl.exp(prior) * finite_sum * finite_sum, 0.0)
-        loss += tl.sum(squares, 1)
-    tl.store(losses + token, tl.where(is_kept, loss, 0.0), mask=is_token)
-    if HAS_GRADIENT:
-        token_scale = tl.load(scale + token, mask=is_token, other=0.0)[:, None]
-        is_used = token_scale != 0
-        by_n = tl.where(is_used, share * token_scale, 0.0)
-        tl.store(by_target + position, -by_n, mask=inside)
-        tl.store(by_prior + position, -by_n, mask=inside)
-        if HAS_Z_LOSS:
-            by_n += tl.where(is_used, 2.0 * z_loss * finite_sum * tl.exp(prior) * token_scale, 0.0)
-        tl.store(by_normalizer + position, by_n, mask=inside)
 
 
 def is_served(source: Source, target: Tensor, options: LossOptions) -> bool:

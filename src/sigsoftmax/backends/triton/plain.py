@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from sigsoftmax.backends.chunks import LossOptions, TokenLosses
@@ -21,127 +20,14 @@ from sigsoftmax.backends.class_walk import ClassWalk
 from sigsoftmax.backends.interface import RowCoefficients
 from sigsoftmax.backends.reference import finite, scaled
 from sigsoftmax.backends.sources import LinearLogits, Source
-from sigsoftmax.backends.triton import forms, ranges
+from sigsoftmax.backends.triton import ranges
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.rows import TritonRows
+from sigsoftmax.backends.triton.token_kernels import after_kernel, before_kernel, total_kernel
 
 MOST_TOKENS = 2**17
 """Beyond it one program for all tokens would be slower than many torch operations."""
 WARPS = 16
-
-
-@triton.jit
-def before_kernel(
-    target,
-    class_weight,
-    given_scale,
-    index,
-    scale,
-    by_normalizer,
-    by_target,
-    z_slope,
-    empty,
-    N,
-    V,
-    ignore_index,
-    z_loss,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    IS_MEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Check the targets, and write what each token counts: 1 over the sum of weights for a mean."""
-    counted = tl.zeros([BLOCK], tl.float32)
-    kept_tokens = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, N, BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        y = tl.load(target + position, mask=position < N, other=ignore_index)
-        is_kept = y != ignore_index
-        tl.device_assert((y == ignore_index) | ((y >= 0) & (y < V)), "target out of range; see SIGSOFTMAX_CHECK=1")
-        weight = tl.where(is_kept, 1.0, 0.0)
-        if HAS_WEIGHT:
-            weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
-        counted += weight
-        kept_tokens += is_kept.to(tl.int32)
-    share = tl.full((), 1.0, tl.float32)
-    if IS_MEAN:
-        share = 1.0 / tl.sum(counted, 0)
-        tl.store(empty, tl.where(tl.sum(kept_tokens, 0) == 0, float("nan"), 0.0))
-    else:
-        tl.store(empty, 0.0)
-    for start in range(0, N, BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        inside = position < N
-        y = tl.load(target + position, mask=inside, other=ignore_index)
-        is_kept = y != ignore_index
-        token_scale = tl.where(is_kept, share, 0.0)
-        if HAS_SCALE:
-            token_scale = tl.where(is_kept, tl.load(given_scale + position, mask=inside, other=0.0), 0.0)
-        coefficient = token_scale
-        if HAS_WEIGHT:
-            weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
-            coefficient = tl.where(token_scale == 0, 0.0, token_scale * weight)
-        tl.store(index + position, tl.where(is_kept, y, 0), mask=inside)
-        tl.store(scale + position, token_scale, mask=inside)
-        tl.store(by_normalizer + position, coefficient, mask=inside)
-        tl.store(by_target + position, -coefficient, mask=inside)
-        tl.store(z_slope + position, 2.0 * z_loss * token_scale, mask=inside)
-
-
-@triton.jit
-def after_kernel(
-    target,
-    class_weight,
-    scale,
-    offset,
-    normalizer,
-    at_target,
-    empty,
-    losses,
-    log_normalizer,
-    total,
-    N,
-    ignore_index,
-    z_loss,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The loss of each token, 0 for an ignored one, and their weighted total."""
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, N, BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        inside = position < N
-        y = tl.load(target + position, mask=inside, other=ignore_index)
-        is_kept = y != ignore_index
-        n = tl.load(normalizer + position, mask=inside, other=0.0)
-        log_sum = n + tl.load(offset + position, mask=inside, other=0.0)
-        tl.store(log_normalizer + position, log_sum, mask=inside)
-        loss = n - tl.load(at_target + position, mask=inside, other=0.0)
-        if HAS_WEIGHT:
-            weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
-            loss = tl.where(weight == 0, 0.0, loss * weight)
-        if HAS_Z_LOSS:
-            finite_sum = forms.finite(log_sum)
-            loss += z_loss * finite_sum * finite_sum
-        loss = tl.where(is_kept, loss, 0.0)
-        tl.store(losses + position, loss, mask=inside)
-        token_scale = tl.load(scale + position, mask=inside, other=0.0)
-        sums += tl.where(token_scale == 0, 0.0, token_scale * loss)
-    tl.store(total, tl.sum(sums, 0) + tl.load(empty))
-
-
-@triton.jit
-def total_kernel(scale, losses, empty, total, N, BLOCK: tl.constexpr):
-    """The weighted total of losses."""
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, N, BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        inside = position < N
-        token_scale = tl.load(scale + position, mask=inside, other=0.0)
-        loss = tl.load(losses + position, mask=inside, other=0.0)
-        sums += tl.where(token_scale == 0, 0.0, token_scale * loss)
-    tl.store(total, tl.sum(sums, 0) + tl.load(empty))
 
 
 class Setup:
