@@ -18,6 +18,7 @@ from tests.interpreted import run_interpreted
         "test_stream.py",
         "test_columns.py",
         "test_sharded.py",
+        "test_tokens.py",
     ],
 )
 def test_kernels_in_the_interpreter(name: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton import fast, forms, stream
+from sigsoftmax.backends.triton import fast, forms, stream, tokens
 
 GROUPS = tl.constexpr(16)
 """of programs that begin at the same time"""
@@ -136,7 +136,7 @@ def rows_kernel(
             if not IS_EARLY:
                 by_n, by_s, z_scale = _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX, HAS_Z_SLOPE)
             if HAS_Z_SLOPE:
-                by_n += tl.where(z_scale == 0, 0.0, z_scale * (forms.finite(offset) + normalizer))
+                by_n = tokens.with_z_slopes(by_n, z_scale, normalizer, offset)
             out_pointer = fast.row_at(out, row, out_stride)
             if IS_STREAM:
                 # After the last row of a program any will do: it is read and not used.

@@ -77,12 +77,6 @@ def tanh(x):
 
 
 @triton.jit
-def finite(x):
-    """The largest float in place of what overflowed."""
-    return tl.minimum(tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
-
-
-@triton.jit
 def unit_of(alpha, beta, FORM: tl.constexpr):
     """Of :func:`scaled`; for the logistic form twice a power of two that is at least both slopes and 1."""
     if FORM == LOGISTIC:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton import forms
+from sigsoftmax.backends.triton import forms, tokens
 
 LARGEST_SUM = tl.constexpr(1e9)
 SMALLEST_SUM = tl.constexpr(1e-4)
@@ -210,8 +210,7 @@ def rows_kernel(
         if GRADIENT:
             by_n = tl.load(by_normalizer + row)
             if HAS_Z_SLOPE:
-                z_scale = tl.load(z_slope + row)
-                by_n += tl.where(z_scale == 0, 0.0, z_scale * (forms.finite(row_offset) + normalizer))
+                by_n = tokens.with_z_slopes(by_n, tl.load(z_slope + row), normalizer, row_offset)
             by_s = tl.full((), 0.0, tl.float32)
             if HAS_INDEX:
                 by_s = tl.load(by_target + row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton import fast, fast_rows, forms, smoothing, stream
+from sigsoftmax.backends.triton import fast, fast_rows, smoothing, stream, tokens
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def token_scale(target, N, ignore_index, IS_MEAN: tl.constexpr, BLOCK: tl.conste
         for start in range(0, N, BLOCK):
             position = start + tl.arange(0, BLOCK)
             kept += (tl.load(target + position, mask=position < N, other=ignore_index) != ignore_index).to(tl.int32)
-        return 1.0 / tl.sum(kept, 0).to(tl.float32)
+        return tokens.mean_scale(tl.sum(kept, 0).to(tl.float32))
     else:
         return tl.full((), 1.0, tl.float32)
 
@@ -40,22 +40,6 @@ def add_up(shares, total, N, programs, BLOCK: tl.constexpr):
             # Not from a cache of this multiprocessor: others have stored them.
             sums += tl.load(shares + position, mask=position < N, other=0.0, cache_modifier=".cg")
         tl.store(total, tl.sum(sums, 0).to(total.dtype.element_ty))
-
-
-@triton.jit
-def _z_loss(row_sum, anchor, scale, z_loss, alpha, c, IS_SIG: tl.constexpr, HAS_Z_LOSS: tl.constexpr):
-    """What the z-loss of a row is, and what multiplies its normaliser in all."""
-    if HAS_Z_LOSS:
-        log_sum = forms.finite(fast.row_offset(anchor, alpha, c, IS_SIG)) + tl.log(row_sum)
-        return z_loss * log_sum * log_sum, scale + 2.0 * z_loss * scale * log_sum
-    else:
-        return 0.0, scale
-
-
-@triton.jit
-def _share(loss, scale, is_kept):
-    """Of a token in the sum or the mean."""
-    return tl.where(scale == float("inf"), float("nan"), tl.where(is_kept, scale * loss, 0.0))
 
 
 @triton.jit
@@ -103,13 +87,15 @@ def loss_kernel(
             row_sum, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
         gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
         if IS_SMOOTH:
-            gap = (1.0 - label_smoothing) * gap + (label_smoothing * smoothing.unit_of(alpha, IS_SIG)) * gaps
-        z_part, by_n = _z_loss(row_sum, anchor, scale, z_loss, alpha, c, IS_SIG, HAS_Z_LOSS)
-        tl.store(shares + row, _share(tl.log(row_sum) - gap + z_part, scale, is_kept))
+            gap = tokens.smoothed_targets(gap, gaps, smoothing.unit_of(alpha, IS_SIG), label_smoothing)
+        normalizer = tl.log(row_sum)
+        offset = fast.row_offset(anchor, alpha, c, IS_SIG)
+        loss = tokens.token_losses(normalizer, gap, offset, 1.0, z_loss, False, HAS_Z_LOSS)
+        tl.store(shares + row, tokens.token_shares(loss, scale, is_kept))
+        by_n, by_s = tokens.token_coefficients(normalizer, offset, scale, is_kept, z_loss, HAS_Z_LOSS)
         out_pointer = fast.row_at(out, row, V)
         if IS_SMOOTH:
-            by_s = -scale * (1.0 - label_smoothing)
-            by_class = -scale * label_smoothing / classes
+            by_s, by_class = tokens.smoothing_coefficients(by_s, label_smoothing, classes)
             smoothing.write_gradient(
                 pointer,
                 out_pointer,
@@ -130,8 +116,6 @@ def loss_kernel(
                 LANES,
             )
         else:
-            by_n = tl.where(is_kept, by_n, 0.0)
-            by_s = tl.where(is_kept, -scale, 0.0)
             fast.write_gradient(
                 pointer, out_pointer, row_sum, anchor, by_n, by_s, y, z_y, is_kept, alpha, c, V, IS_SIG, True, LANES
             )
@@ -177,7 +161,8 @@ def stream_kernel(
         row_sum, anchor, easy, tiles = stream.measured(tiles, pointer, alpha, c, V, IS_SIG, LANES)
         tl.store(measures + row, row_sum)
         tl.store(measures + N + row, anchor)
-        _, by_n = _z_loss(row_sum, anchor, scale, z_loss, alpha, c, IS_SIG, HAS_Z_LOSS)
+        offset = fast.row_offset(anchor, alpha, c, IS_SIG)
+        by_n, by_s = tokens.token_coefficients(tl.log(row_sum), offset, scale, is_kept, z_loss, HAS_Z_LOSS)
         tiles = stream.write_gradient(
             tiles,
             easy,
@@ -186,8 +171,8 @@ def stream_kernel(
             fast.row_at(out, row, V),
             row_sum,
             anchor,
-            tl.where(is_kept, by_n, 0.0),
-            tl.where(is_kept, -scale, 0.0),
+            by_n,
+            by_s,
             alpha,
             c,
             V,
@@ -228,8 +213,11 @@ def finish_kernel(
     anchor = tl.load(measures + N + row, mask=is_row, other=0.0)
     z_y = tl.load(fast.row_at(logits, row, V) + y, mask=is_row, other=0.0).to(tl.float32)
     gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
-    z_part, by_n = _z_loss(row_sum, anchor, scale, z_loss, alpha, c, IS_SIG, HAS_Z_LOSS)
-    tl.store(shares + row, _share(tl.log(row_sum) - gap + z_part, scale, is_kept), mask=is_row)
+    normalizer = tl.log(row_sum)
+    offset = fast.row_offset(anchor, alpha, c, IS_SIG)
+    loss = tokens.token_losses(normalizer, gap, offset, 1.0, z_loss, False, HAS_Z_LOSS)
+    tl.store(shares + row, tokens.token_shares(loss, scale, is_kept), mask=is_row)
+    by_n, by_s = tokens.token_coefficients(normalizer, offset, scale, is_kept, z_loss, HAS_Z_LOSS)
     out_pointer = fast.row_at(out, row, V)
-    fast.write_target(out_pointer, by_n / row_sum * alpha, anchor, -scale, y, z_y, is_kept, alpha, c, IS_SIG)
+    fast.write_target(out_pointer, by_n / row_sum * alpha, anchor, by_s, y, z_y, is_kept, alpha, c, IS_SIG)
     add_up(shares, total, N, tl.num_programs(0), BLOCK)
