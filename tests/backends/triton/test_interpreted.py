@@ -19,6 +19,7 @@ from tests.interpreted import run_interpreted
         "test_columns.py",
         "test_sharded.py",
         "test_tokens.py",
+        "test_intrinsics.py",
     ],
 )
 def test_kernels_in_the_interpreter(name: str) -> None:

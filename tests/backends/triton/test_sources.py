@@ -53,3 +53,22 @@ def test_only_one_file_computes_with_the_options_of_a_loss(path: Path) -> None:
         assert found
     else:
         assert not found, f"these belong into tokens.py: {found}"
+
+
+INTERPRETER = ("IS_INTERPRETED", "TRITON_INTERPRET")
+"""names by which a file can ask whether kernels are interpreted"""
+ASKING = {
+    "backends/triton/intrinsics.py": "has a stand-in for every operation that the interpreter lacks",
+    "backends/dispatch.py": "lets kernels take tensors on a CPU; no kernel depends on it",
+    "lm/kernels/__init__.py": "lets kernels take tensors on a CPU; no kernel depends on it",
+}
+
+
+def test_only_intrinsics_depend_on_the_interpreter() -> None:
+    package = ROOT / "src/sigsoftmax"
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if any(name in path.read_text(encoding="utf-8") for name in INTERPRETER)
+    }
+    assert found == set(ASKING), "a kernel that differs in the interpreter is not what runs on a GPU"

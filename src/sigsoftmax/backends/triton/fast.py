@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton import forms
+from sigsoftmax.backends.triton import forms, intrinsics
 
 LARGEST_SUM = tl.constexpr(1e9)
 """A row whose sum is larger, or not a number, is summed again from its largest logit: too much was rounded."""
@@ -74,19 +74,15 @@ def is_easy_row(anchor, scale, c, IS_SIG: tl.constexpr):
 def shift_of(anchor, scale):
     """(shift, residual) with anchor * scale = shift + residual, to twice the digits of a float."""
     shift = anchor * scale
-    if forms.IS_INTERPRETED:
-        return shift, anchor * 0.0
-    else:
-        return shift, tl.fma(anchor, scale, -shift)
+    return shift, intrinsics.fma(anchor, scale, -shift)
 
 
 @triton.jit
 def powers_of(tile, anchor, scale, shift, IS_EASY: tl.constexpr):
     """exp(alpha (z - anchor)) of a tile; for an easy row 2^residual times that, with one rounding and one operation."""
-    z = forms.widened(tile)
-    if IS_EASY and not forms.IS_INTERPRETED:
-        # One rounding: the compiler fuses the two operations, which the interpreter cannot.
-        return tl.exp2(z * scale - shift)
+    z = intrinsics.widened(tile)
+    if IS_EASY:
+        return tl.exp2(intrinsics.fma(z, scale, -shift))
     else:
         return tl.exp2((z - anchor) * scale)
 
@@ -117,7 +113,7 @@ def sums_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
         s23, n23, d23 = _pair(u2, u3, b)
         # The product is infinite only if one u is more than a sum may be.
         product = d01 * d23
-        return s01 + s23, (n01 * d23 + n23 * d01) * forms.reciprocal(product), product
+        return s01 + s23, (n01 * d23 + n23 * d01) * intrinsics.reciprocal(product), product
     else:
         return (u0 + u1) + (u2 + u3), 0.0, 1.0
 
@@ -138,7 +134,7 @@ def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EA
             u1 = powers_of(tile_at(pointer, start + LANES, V, LANES, "evict_last"), anchor, scale, shift, IS_EASY)
             d0 = a * u0 + b
             d1 = a * u1 + b
-            total += (u0 * u0 * d1 + u1 * u1 * d0) * forms.reciprocal(d0 * d1)
+            total += (u0 * u0 * d1 + u1 * u1 * d0) * intrinsics.reciprocal(d0 * d1)
     else:
         for start in range(0, V, 4 * LANES):
             tiles = four_tiles_at(pointer, start, V, LANES, "evict_last")
@@ -169,7 +165,7 @@ def scaled_complements(u0, u1, u2, u3, b, root):
     d3 = u3 + b
     d01 = d0 * d1
     d23 = d2 * d3
-    shared = (root * b) * forms.reciprocal(d01 * d23)
+    shared = (root * b) * intrinsics.reciprocal(d01 * d23)
     y01 = shared * d23
     y23 = shared * d01
     return y01 * d1, y01 * d0, y23 * d3, y23 * d2
@@ -215,7 +211,7 @@ def _gradient_row(
             u1 = powers_of(tile_at(pointer, start + LANES, V, LANES, "evict_first"), anchor, scale, shift, IS_EASY)
             d0 = a * u0 + b
             d1 = a * u1 + b
-            shared = forms.reciprocal(d0 * d1)
+            shared = intrinsics.reciprocal(d0 * d1)
             q0 = u0 * (d1 * shared)
             q1 = u1 * (d0 * shared)
             store_tile(out_pointer, start, (u0 * q0) * (twice - falling * q0), V, LANES)
@@ -236,7 +232,7 @@ def _gradient_row(
 def largest(pointer, V, LANES: tl.constexpr):
     highest = tl.full([LANES], -float("inf"), tl.float32)
     for start in range(0, V, LANES):
-        highest = tl.maximum(highest, forms.widened(tile_at(pointer, start, V, LANES, "evict_last")))
+        highest = tl.maximum(highest, intrinsics.widened(tile_at(pointer, start, V, LANES, "evict_last")))
     return tl.max(highest, 0)
 
 
@@ -277,7 +273,7 @@ def _measured_row(pointer, highest, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl
 @triton.jit
 def measured(pointer, first, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
     """(sum g / e^offset, anchor) of a row and its first tile."""
-    total, anchor = _measured_row(pointer, tl.max(forms.widened(first), 0), alpha, c, V, IS_SIG, LANES)
+    total, anchor = _measured_row(pointer, tl.max(intrinsics.widened(first), 0), alpha, c, V, IS_SIG, LANES)
     if not is_good_sum(total):
         total, anchor = _measured_row(pointer, largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
     return total, anchor

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton import fast, forms, stream, tokens
+from sigsoftmax.backends.triton import fast, intrinsics, stream, tokens
 
 GROUPS = tl.constexpr(16)
 """of programs that begin at the same time"""
@@ -20,29 +20,8 @@ GROUPS = tl.constexpr(16)
 def begin_late(stagger):
     """Programs begin in groups, up to so many cycles after the first."""
     cycles = tl.program_id(0) % GROUPS * (stagger // GROUPS)
-    if not forms.IS_INTERPRETED:  # noqa: SIM102 - decided when the kernel is compiled
-        if cycles > 0:
-            tl.inline_asm_elementwise(
-                """
-                {
-                .reg .u64 begin, now, wanted;
-                .reg .pred is_early;
-                cvt.u64.u32 wanted, $1;
-                mov.u64 begin, %clock64;
-                again:
-                mov.u64 now, %clock64;
-                sub.u64 now, now, begin;
-                setp.lt.u64 is_early, now, wanted;
-                @is_early bra again;
-                mov.u32 $0, 0;
-                }
-                """,
-                "=r,r",
-                [cycles],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+    if cycles > 0:
+        intrinsics.wait(cycles)
 
 
 @triton.jit

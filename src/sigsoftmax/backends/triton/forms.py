@@ -5,57 +5,18 @@ A form takes up to three arguments; those it does not have are ignored. ``centre
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
+
+from sigsoftmax.backends.triton import intrinsics
 
 LOGISTIC = tl.constexpr(0)
 RELU = tl.constexpr(1)
 SOFTCAP = tl.constexpr(2)
 CODES = {"logistic": 0, "relu": 1, "softcap": 2}
 
-IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def reciprocal(x):
-    """1 / x by the hardware's approximation (one unit in the last place), much cheaper than a full division."""
-    if IS_INTERPRETED:
-        return 1.0 / x
-    else:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
-def widened(x):
-    """In float32; two bfloat16 of one register by one operation each, where the compiler takes three."""
-    if IS_INTERPRETED or x.dtype != tl.bfloat16:
-        return x.to(tl.float32)
-    else:
-        return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=r,=r,r",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def log2(x, IS_ROUGH: tl.constexpr):
-    """Rough: the hardware's, off by 2^-22 at most between 1 and 2."""
-    if IS_ROUGH and not IS_INTERPRETED:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.log2(x)
 
 
 @triton.jit
@@ -169,7 +130,8 @@ def _rough_logistic(z, c):
     x = z - c
     left = x < 0
     fading = tl.exp2(tl.abs(x) * -LOG2_E)
-    return left, fading, log2(1.0 + fading, True), reciprocal(1.0 + fading) * tl.where(left, 1.0, fading)
+    grown = 1.0 + fading
+    return left, fading, intrinsics.log2(grown), intrinsics.reciprocal(grown) * tl.where(left, 1.0, fading)
 
 
 @triton.jit
@@ -245,12 +207,12 @@ def value_weight_and_slope(
         positive = tl.maximum(z, 0.0) + alpha
         weight = positive * (tl.exp(-normalizer) / (tl.maximum(anchor, 0.0) + alpha))
         # A weight may round to 0 where its logarithm is none.
-        value = log2(positive, IS_ROUGH) * LOG_2 - (tl.log(tl.maximum(anchor, 0.0) + alpha) + normalizer)
-        slope_z = tl.where(z > 0, reciprocal(positive), 0.0)
+        value = intrinsics.log2(positive) * LOG_2 - (tl.log(tl.maximum(anchor, 0.0) + alpha) + normalizer)
+        slope_z = tl.where(z > 0, intrinsics.reciprocal(positive), 0.0)
     else:
         inverse = 1.0 / alpha
         fading = tl.exp2(tl.abs(z) * (inverse * (-2.0 * LOG2_E)))
-        share = reciprocal(1.0 + fading)
+        share = intrinsics.reciprocal(1.0 + fading)
         magnitude = (1.0 - fading) * share
         value = alpha * tl.where(z < 0, -magnitude, magnitude) - (alpha * tanh(anchor * inverse) + normalizer)
         weight = tl.exp2(value * LOG2_E)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton import forms, tokens
+from sigsoftmax.backends.triton import forms, intrinsics, tokens
 
 LARGEST_SUM = tl.constexpr(1e9)
 SMALLEST_SUM = tl.constexpr(1e-4)
@@ -137,7 +137,7 @@ def rows_kernel(
                     if C_PER_CLASS:
                         shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
                     scaled, weight, _ = forms.value_weight_and_slope(
-                        forms.widened(z), anchor, 0.0, alpha, beta, shift, centre, FORM, C_PER_CLASS, IS_ROUGH
+                        intrinsics.widened(z), anchor, 0.0, alpha, beta, shift, centre, FORM, C_PER_CLASS, IS_ROUGH
                     )
                     sums += weight
                     if HAS_DENSE:
@@ -226,7 +226,7 @@ def rows_kernel(
             if is_used:
                 for start in range(0, V, BLOCK):
                     position = start + lanes
-                    z = forms.widened(tl.load(pointer + position, mask=position < V, other=-float("inf")))
+                    z = intrinsics.widened(tl.load(pointer + position, mask=position < V, other=-float("inf")))
                     shift = c
                     if C_PER_CLASS:
                         shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
@@ -332,7 +332,9 @@ def per_class_kernel(
         is_row = row < R
         row64 = row.to(tl.int64)[:, None]
         both = is_row[:, None] & inside[None, :]
-        z = forms.widened(tl.load(logits + row64 * logits_stride + position[None, :], mask=both, other=-float("inf")))
+        z = intrinsics.widened(
+            tl.load(logits + row64 * logits_stride + position[None, :], mask=both, other=-float("inf"))
+        )
         anchor = tl.load(anchor_R + row, mask=is_row, other=0.0)[:, None]
         normalizer = tl.load(normalizer_R + row, mask=is_row, other=0.0)[:, None]
         by_n = tl.load(by_normalizer + row, mask=is_row, other=0.0)[:, None]

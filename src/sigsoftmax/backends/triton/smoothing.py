@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton import fast, forms
+from sigsoftmax.backends.triton import fast, forms, intrinsics
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _tile(pointer, anchor, normalizer, alpha, c, start, classes, IS_SIG: tl.cons
     position = start + tl.arange(0, LANES)
     z = tl.load(pointer + position, mask=position < classes, other=-float("inf"))
     value, weight, slope = forms.value_weight_and_slope(
-        forms.widened(z), anchor, normalizer, alpha, beta, c, c, forms.LOGISTIC, False, IS_ROUGH
+        intrinsics.widened(z), anchor, normalizer, alpha, beta, c, c, forms.LOGISTIC, False, IS_ROUGH
     )
     return position < classes, value, weight, slope
 
@@ -50,7 +50,7 @@ def _mean_gap(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: t
 def _gap(z, d, scale, IS_SIG: tl.constexpr):
     """Of a sum of logits and a product of denominators, to base 2 and not relative to the anchor."""
     if IS_SIG:
-        return z * (2.0 * scale) - forms.log2(d, True)
+        return z * (2.0 * scale) - intrinsics.log2(d)
     else:
         return z * scale
 
@@ -72,15 +72,15 @@ def _sums(pointer, anchor, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.co
         u0, u1, u2, u3 = fast.four_powers_of(tiles, anchor, scale, shift, True)
         powers, sigmas, d = fast.sums_of_four(u0, u1, u2, u3, b, IS_SIG)
         total += fast.total_of(powers, sigmas, b, IS_SIG)
-        z01 = forms.widened(tiles[0]) + forms.widened(tiles[1])
-        z23 = forms.widened(tiles[2]) + forms.widened(tiles[3])
+        z01 = intrinsics.widened(tiles[0]) + intrinsics.widened(tiles[1])
+        z23 = intrinsics.widened(tiles[2]) + intrinsics.widened(tiles[3])
         gaps += _gap(z01 + z23, d, scale, IS_SIG)
     for start in range(whole, classes, LANES):
         tile = fast.tile_at(pointer, start, classes, LANES, "evict_last")
         is_class = start + tl.arange(0, LANES) < classes
         u = fast.powers_of(tile, anchor, scale, shift, True)
-        total += u * (u * forms.reciprocal(u + b)) if IS_SIG else u
-        gaps += tl.where(is_class, _gap(forms.widened(tile), u + b, scale, IS_SIG), 0.0)
+        total += u * (u * intrinsics.reciprocal(u + b)) if IS_SIG else u
+        gaps += tl.where(is_class, _gap(intrinsics.widened(tile), u + b, scale, IS_SIG), 0.0)
     gap = tl.sum(gaps, 0) - classes * (2.0 * shift + residual if IS_SIG else shift + residual)
     return tl.sum(total, 0) / grown, gap * forms.LOG_2 / (classes * unit_of(alpha, IS_SIG))
 
@@ -92,7 +92,7 @@ def measured(pointer, first, alpha, c, V, classes, IS_SIG: tl.constexpr, LANES: 
     # Registers of so many threads would not do for more.
     TILE: tl.constexpr = LANES // 2 if IS_SIG and LANES > 4096 else LANES
     if IS_ROUGH:
-        anchor = tl.max(forms.widened(first), 0)
+        anchor = tl.max(intrinsics.widened(first), 0)
         total = anchor * 0.0
         gaps = anchor * 0.0
         if fast.is_easy_row(anchor, alpha * forms.LOG2_E, c, IS_SIG):
@@ -158,7 +158,7 @@ def _write_easy(
         u = fast.powers_of(fast.tile_at(pointer, start, classes, LANES, "evict_first"), anchor, scale, shift, True)
         gradient = u * factor + evenly
         if IS_SIG:
-            y = (root * b) * forms.reciprocal(u + b)
+            y = (root * b) * intrinsics.reciprocal(u + b)
             gradient = _bent(u, y, factor, steeper, evenly)
         is_class = start + tl.arange(0, LANES) < classes
         fast.store_tile(out_pointer, start, tl.where(is_class, gradient, 0.0), V, LANES)
