@@ -75,8 +75,8 @@ def whole_steps(
 
 def rows_in_the_cache(function: str, tokens: int, classes: int) -> Products:
     """The kernel on rows that overlap, of which all fit the cache: what it computes, with no memory to wait for."""
-    from sigsoftmax.backends.interface import RowCoefficients
     from sigsoftmax.backends.triton.rows import routines
+    from sigsoftmax.contract.rows import RowCoefficients
 
     step = 16
     logits_NV, out_NV = (

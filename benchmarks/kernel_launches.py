@@ -12,7 +12,7 @@ import os
 import pkgutil
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +24,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sigsoftmax import known_calls, validation
-from sigsoftmax.backends import dispatch, token_loss
 from sigsoftmax.backends import triton as kernels
+from sigsoftmax.backends.triton import lowering as triton_lowering
+from sigsoftmax.contract import signature as signatures
+from sigsoftmax.losses import lowering
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -69,26 +70,15 @@ def recorded() -> Iterator[list[Launch]]:
     """Within it no kernel runs, and the public losses take tensors without data."""
     launches: list[Launch] = []
     modules = [importlib.import_module(f"{kernels.__name__}.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)]
-    backend = dispatch.Backend(dispatch._BACKENDS["triton"].routines, lambda form, dtype, device: None)
     with contextlib.ExitStack() as stack:
         for module in modules:
             for name, value in vars(module).copy().items():
                 if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                     stack.enter_context(mock.patch.object(module, name, Recorder(value, launches)))
-        scaling = importlib.import_module(f"{kernels.__name__}.scaling")
-
-        def times(gradients: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-            scaling.scale_in_place(gradients, factor)
-            return list(gradients)
-
-        for owner in (token_loss, importlib.import_module(f"{kernels.__name__}.plans")):
-            stack.enter_context(mock.patch.object(owner, "times", times))
-        # Plans hold kernels that are not recorded here.
-        stack.enter_context(mock.patch.dict(known_calls._known, clear=True))
-        stack.enter_context(mock.patch.dict(dispatch._BACKENDS, triton=backend))
-        stack.enter_context(mock.patch.object(validation, "wants_messages", return_value=False))
-        # torch does not know autocasting without a device.
-        stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", return_value=False))
+        # Paths that were lowered before hold kernels that are not recorded here.
+        stack.enter_context(mock.patch.dict(lowering._lowered, clear=True))
+        stack.enter_context(mock.patch.object(triton_lowering, "_refusal", return_value=None))
+        stack.enter_context(mock.patch.object(signatures, "checks_values", return_value=False))
         yield launches
 
 

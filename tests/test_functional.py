@@ -37,7 +37,7 @@ from torch.nn import functional as F
 import sigsoftmax
 from sigsoftmax import OutputFunction
 from sigsoftmax.backends.sources import careful_sum
-from sigsoftmax.loss import Extras
+from sigsoftmax.losses.op import Extras
 
 N, K, V, D = 7, 3, 5, 4
 ALL_EXTRAS = ("log_normalizer", "argmax", "entropy")

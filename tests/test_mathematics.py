@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigsoftmax.backends import reference
+from sigsoftmax.contract import normalizing
+from sigsoftmax.contract.spec import loss_spec, member_of
 from sigsoftmax.family import OutputFunction, table
 from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, Form
 
@@ -87,7 +89,7 @@ def normal(*shape: int, deviation: float = 1.0) -> Tensor:
 
 
 def log_probs(member: OutputFunction, z: Tensor) -> Tensor:
-    return reference.log_probs(z, member.form, member.arguments())
+    return normalizing.log_probs(z, member.form, member.arguments())
 
 
 def probs(member: OutputFunction, z: Tensor) -> Tensor:
@@ -103,7 +105,10 @@ def token_losses(
 ) -> Tensor:
     """(N,) losses of the reference; logits are (N, V), or (N, K, V) with a prior."""
     logits_NKV = logits.unsqueeze(1) if log_prior is None else logits
-    results = reference.token_losses(logits_NKV, log_prior, member.form, member.arguments(), target, **options)
+    class_weight_V = options.pop("class_weight_V", None)
+    prior = None if log_prior is None else member_of("softmax")[0]
+    spec = loss_spec(member=member_of(member)[0], prior=prior, **options)
+    results = reference.token_losses(spec, logits_NKV, log_prior, member.arguments(), target, class_weight_V)
     return results.losses_N
 
 
@@ -366,7 +371,7 @@ def test_absolute_values_of_s_and_n_cancel() -> None:
     assert from_absolute_values(largest).isnan().all()
     assert_close(log_probs(sigsoftmax, largest), torch.full((2,), -math.log(2.0)), 1e-6)
 
-    rows = reference.rows(z.double(), sigsoftmax.form, sigsoftmax.arguments())
+    rows = normalizing.rows(z.double(), sigsoftmax.form, sigsoftmax.arguments())
     absolute = torch.logsumexp(sigsoftmax.phi(z.double()), -1)
     assert rows.log_normalizer.item() == pytest.approx(absolute.item(), rel=1e-14)
 
@@ -457,7 +462,7 @@ def test_offset_of_sigsoftmax() -> None:
     """(M15): m if m >= 0, else 2m; nothing overflows at the ends of float32."""
     sigsoftmax = OutputFunction("sigsoftmax")
     for m in (-7.0, 0.0, 7.0):
-        rows = reference.rows(float64(m, m - 1.0), sigsoftmax.form, sigsoftmax.arguments())
+        rows = normalizing.rows(float64(m, m - 1.0), sigsoftmax.form, sigsoftmax.arguments())
         assert rows.offset.item() == (m if m >= 0 else 2 * m)
     ends = torch.tensor([LARGEST_BFLOAT16, 0.0, -LARGEST_BFLOAT16])
     for name in ("softmax", "sigsoftmax", "sigmoid"):
@@ -680,7 +685,7 @@ def test_one_exponential_is_accurate_in_float32(
     z = (level + deviation * torch.randn(20, 200)).float()
     sigma, f, relative_n, offset = formula(z)
     sigsoftmax = OutputFunction("sigsoftmax")
-    exact = reference.rows(z.double(), sigsoftmax.form, sigsoftmax.arguments())
+    exact = normalizing.rows(z.double(), sigsoftmax.form, sigsoftmax.arguments())
     log_f = exact.log_probs
     exact_f = log_f.exp()
     kept = exact_f > 1e-24
@@ -782,7 +787,7 @@ def test_mixture_in_log_space(member: OutputFunction) -> None:
     z = normal(4, 3, 6, deviation=2.0)
     log_prior = torch.log_softmax(normal(4, 3), -1)
     mixed = (log_prior.exp()[..., None] * probs(member, z)).sum(1)
-    assert_close(reference.mixture_log_probs(z, log_prior, member.form, member.arguments()), mixed.log())
+    assert_close(normalizing.mixture_log_probs(z, log_prior, member.form, member.arguments()), mixed.log())
     n = torch.logsumexp(member.phi(z), -1, keepdim=True)
     assert_close(torch.logsumexp(log_prior[..., None] + member.phi(z) - n, 1), mixed.log())
 
@@ -861,11 +866,11 @@ def test_floor_adds_mass_and_caps_the_loss() -> None:
     z = normal(2, 3, 50)
     z[1, :, 0] = -1e3
     log_prior = torch.log_softmax(normal(2, 3), -1)
-    floored = reference.mixture_log_probs(z, log_prior, member.form, member.arguments(), floor=1e-8)
+    floored = normalizing.mixture_log_probs(z, log_prior, member.form, member.arguments(), floor=1e-8)
     assert_close(floored.exp().sum(-1), torch.full((2,), 1 + 50e-8, dtype=torch.float64))
     assert -floored[1, 0].item() == pytest.approx(-math.log(1e-8))
     assert round(-math.log(1e-8), 2) == 18.42
-    exact = reference.mixture_log_probs(z, log_prior, member.form, member.arguments())
+    exact = normalizing.mixture_log_probs(z, log_prior, member.form, member.arguments())
     assert exact[1, 0] < -900
 
 
@@ -1073,7 +1078,7 @@ def test_mixture_can_change_an_order() -> None:
         assert f[1] < f.max()
     components = torch.stack([2.0 * weight, -2.0 * weight])[None]
     log_prior = torch.full((1, 2), 0.5, dtype=torch.float64).log()
-    mixed = reference.mixture_log_probs(components, log_prior, softmax.form, softmax.arguments())
+    mixed = normalizing.mixture_log_probs(components, log_prior, softmax.form, softmax.arguments())
     assert mixed[0].argmin() == 1
 
 
@@ -1099,7 +1104,7 @@ def test_mixture_with_convex_g_reaches_no_new_argmax(member: OutputFunction) -> 
     for deviation in (0.5, 2.0, 10.0):
         logits = normal(4000, 4, 2, deviation=deviation) @ weight.T + bias
         log_prior = torch.log_softmax(normal(4000, 4, deviation=2.0), -1)
-        mixed = reference.mixture_log_probs(logits, log_prior, member.form, member.arguments())
+        mixed = normalizing.mixture_log_probs(logits, log_prior, member.form, member.arguments())
         assert set(mixed.argmax(-1).tolist()) <= reachable
 
 
@@ -1123,7 +1128,7 @@ def test_mixture_without_convex_g_can_reach_a_new_argmax(member: OutputFunction)
     assert not is_reachable_argmax(weight, bias, 1)
     logits = float64(2.0, -2.0)[None, :, None] * torch.from_numpy(weight[:, 0]) + torch.from_numpy(bias)
     log_prior = torch.full((1, 2), 0.5, dtype=torch.float64).log()
-    mixed = reference.mixture_log_probs(logits, log_prior, member.form, member.arguments())
+    mixed = normalizing.mixture_log_probs(logits, log_prior, member.form, member.arguments())
     assert mixed[0].argmax() == 1
 
 

@@ -1,7 +1,6 @@
 """Output functions for PyTorch: sigsoftmax and its relatives, with losses and mixtures that are right everywhere."""
 
 from sigsoftmax._version import __version__
-from sigsoftmax.backends.dispatch import explain
 from sigsoftmax.family import Learned, OutputFunction, register_function
 from sigsoftmax.functional import (
     cross_entropy,
@@ -13,6 +12,7 @@ from sigsoftmax.functional import (
     probs,
     sigsoftmax,
 )
+from sigsoftmax.losses.lowering import explain
 from sigsoftmax.mixture import MixtureOutputLayer
 from sigsoftmax.modules import OutputLayer
 

@@ -63,6 +63,7 @@ class Definition:
 
 
 _DEFINITIONS: dict[str, Definition] = {}
+_registrations = 0
 _FORMS: dict[str, Form] = {form.name: form for form in (LOGISTIC, RELU, SOFTCAP)}
 
 
@@ -140,6 +141,11 @@ _define(
 )
 
 
+def registrations() -> int:
+    """How often a user has registered a function: a name may mean another one after that."""
+    return _registrations
+
+
 def names() -> tuple[str, ...]:
     """The names of all members, those registered by the user included."""
     return tuple(_DEFINITIONS)
@@ -201,6 +207,8 @@ def register_function(
         slopes = torch.func.grad(lambda *a: phi(z, *a).sum(), argnums=tuple(range(len(wide))))(*wide)
         return tuple(slopes), tuple(torch.zeros_like(anchor) for _ in wide)
 
+    global _registrations
+    _registrations += 1
     form = Form(name, phi, slope or slope_by_autograd, scaled, argument_slopes, is_builtin=False)
     _FORMS[name] = form
     _define(
@@ -297,6 +305,10 @@ class OutputFunction:
 
     def arguments(self, num_classes: int | None = None) -> list[Tensor]:
         """The arguments of the form as tensors; fixed numbers become float64 scalars on the CPU."""
+        return [a if isinstance(a, Tensor) else scalar(a) for a in self.argument_values(num_classes)]
+
+    def argument_values(self, num_classes: int | None = None) -> tuple[Number, ...]:
+        """The arguments of the form: fixed numbers, and tensors that are computed from those of the parameters."""
         values: dict[str, Number] = {}
         for key, value in self.parameters.items():
             if isinstance(value, Learned):
@@ -311,7 +323,7 @@ class OutputFunction:
                     "classes; give one number, or one per class"
                 )
             values[key] = value
-        return [a if isinstance(a, Tensor) else scalar(a) for a in self.definition.arguments(**values)]
+        return self.definition.arguments(**values)
 
     def argument_kinds(self) -> tuple[ParameterKind | None, ...]:
         """The kind of each of :meth:`arguments`: that of the parameters it depends on, None for a fixed number."""

@@ -34,9 +34,11 @@ class Scaled(NamedTuple):
     offset: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Form:
-    """A formula for phi. Masked classes (logit -inf) never reach these functions: see ``backends.reference``.
+    """A formula for phi; each is made once, and is equal to itself alone.
+
+    Masked classes (logit -inf) never reach these functions: see ``backends.reference``.
 
     ``scaled(z, anchor, *arguments)`` is phi relative to an offset, for an anchor that is the logit of the row at which
     phi is largest. It exists because ``phi(z) - phi(anchor)`` cancels: near ``z = -1e4`` the difference of two float32

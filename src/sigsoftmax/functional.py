@@ -8,33 +8,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Required, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
-from sigsoftmax import known_calls
-from sigsoftmax.backends import dispatch, log_probs_op, reference
-from sigsoftmax.border import (
+from sigsoftmax.contract.operands import Operands
+from sigsoftmax.contract.spec import (
     Function,
-    Product,
-    autocasts,
-    check_classes,
-    check_dim,
-    check_floating,
-    check_nonnegative,
-    check_prior,
-    check_tensor,
-    default_chunk_bytes,
-    log_prior,
-    needs_gradient,
+    Reduction,
+    WeightGradient,
+    log_probs_spec,
+    loss_spec,
+    member_of,
     prior_of,
 )
-from sigsoftmax.family import OutputFunction
-from sigsoftmax.loss import Extras, Loss, Reduction, WeightGradient
+from sigsoftmax.losses import log_probs_op
+from sigsoftmax.losses.op import Extras, loss
+from sigsoftmax.losses.validation import check_classes, check_dim, check_floating, check_tensor
 
 
 def sigsoftmax(input: Tensor, dim: int = -1) -> Tensor:
     """exp(z) sigmoid(z), normalised over ``dim``. The counterpart of ``torch.softmax``.
 
+    >>> import torch
     >>> sigsoftmax(torch.tensor([0.0, 0.0]))
     tensor([0.5000, 0.5000])
     """
@@ -57,19 +51,9 @@ def log_probs(logits: Tensor, *, function: Function, dim: int = -1, backend: str
     check_dim(logits, dim)
     if logits.ndim == 0:
         return log_probs(logits.unsqueeze(0), function=function, backend=backend).squeeze(0)
-    rows = logits.movedim(dim, -1)
-    check_classes("logits", rows.shape[-1])
-    member = OutputFunction.parse(function)
-    arguments = member.arguments(rows.shape[-1])
-    if dispatch.choose(backend, member.form, logits.dtype, (logits, *arguments)) == "reference":
-        out = reference.log_probs(rows, member.form, arguments).to(logits.dtype)
-    else:
-        hidden = rows.reshape(-1, 1, rows.shape[-1])
-        needs = [needs_gradient(t) for t in (logits, None, None, None)] + [any(map(needs_gradient, arguments))]
-        flat = log_probs_op.log_probs(
-            hidden, None, None, None, arguments, member.form.name, 0.0, 0, logits.dtype, needs
-        )
-        out = flat.view(rows.shape)
+    member, arguments = member_of(function)
+    spec = log_probs_spec(member=member, backend=backend)
+    out = log_probs_op.log_probs(spec, Operands(logits.movedim(dim, -1), arguments=arguments))
     return out.movedim(-1, dim)
 
 
@@ -91,33 +75,13 @@ def mixture_log_probs(
     space; ``floor`` adds a constant to every probability, as the published MoS code does with 1e-8 (the result is then
     not normalised). ``prior_function`` None means ``function`` if that has no parameters, else softmax.
     """
-    member = OutputFunction.parse(function)
-    product = Product.of(input, linear_weight, linear_bias, components=True)
-    check_prior(input, prior_logits)
-    check_nonnegative("floor", floor)
-    arguments = member.arguments(product.num_classes)
-    log_prior_NK = product.flat(log_prior(prior_logits, member, prior_function, backend))
-    tensors = (input, prior_logits, linear_weight, linear_bias, *arguments)
-    if dispatch.choose(backend, member.form, product.dtype, tensors) == "reference":
-        logits_NKV = product.logits(input, linear_weight, linear_bias, member, arguments)
-        flat = reference.mixture_log_probs(logits_NKV, log_prior_NK, member.form, arguments, floor).to(product.dtype)
-    else:
-        needs = [needs_gradient(t) for t in (input, linear_weight, linear_bias, log_prior_NK)] + [
-            any(map(needs_gradient, arguments))
-        ]
-        flat = log_probs_op.log_probs(
-            product.hidden(input),
-            linear_weight,
-            linear_bias,
-            log_prior_NK,
-            arguments,
-            member.form.name,
-            floor,
-            default_chunk_bytes(chunk_bytes, input.device, product.num_classes),
-            product.dtype,
-            needs,
-        )
-    return flat.view(*product.leading, product.num_classes)
+    member, arguments = member_of(function)
+    prior, prior_arguments = member_of(prior_of(function, prior_function))
+    spec = log_probs_spec(member=member, prior=prior, floor=floor, chunk_bytes=chunk_bytes, backend=backend)
+    operands = Operands(
+        input, linear_weight, linear_bias, prior_logits, arguments=arguments, prior_arguments=prior_arguments
+    )
+    return log_probs_op.log_probs(spec, operands)
 
 
 class LossOptions(TypedDict, total=False):
@@ -191,46 +155,35 @@ def cross_entropy(
     normaliser, ``token_weights`` (in the shape of index targets) count each token, ``extras`` returns
     ``(loss, Extras)``. ``chunk_bytes`` has no effect here, since the caller holds the logits.
     """
-    tensors, key = (input, None, None, target), None
-    if weight is None and token_weights is None and extras is None and dim is None:
-        budget = (chunk_bytes, type(chunk_bytes))
-        options = (function, reduction, ignore_index, label_smoothing, z_loss, *budget, backend)
-        key = known_calls.key_of(tensors, options)
-        if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
-            return loss
+    if dim is not None or not isinstance(input, Tensor) or input.ndim != 2:
+        input, target = _classes_last(input, target, dim)
+    member, arguments = member_of(function)
+    spec = loss_spec(
+        member=member,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        chunk_bytes=chunk_bytes,
+        extras=extras,
+        backend=backend,
+    )
+    operands = Operands(input, target=target, class_weight=weight, token_weights=token_weights, arguments=arguments)
+    return loss(spec, operands)
+
+
+def _classes_last(input: Tensor, target: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    """Logits and targets with the dimension of the classes at the end."""
     check_floating("input", input)
     if input.ndim == 0:
         raise ValueError("input must have a dimension of classes, got a scalar; logits are (C,), (N, C) or (N, C, ...)")
     class_dim = (0 if input.ndim == 1 else 1) if dim is None else dim
     check_dim(input, class_dim)
-    rows = input.movedim(class_dim, -1)
-    check_classes("input", rows.shape[-1])
+    check_classes("input", input.shape[class_dim])
     check_tensor("target", target)
     if target.is_floating_point() and target.shape == input.shape:
         target = target.movedim(class_dim, -1)
-    call = Loss(
-        leading=rows.shape[:-1],
-        num_classes=rows.shape[-1],
-        dtype=torch.float32 if autocasts(input) and input.dtype != torch.float64 else input.dtype,
-        product_dtype=input.dtype,
-        function=function,
-        target=target,
-        class_weight=weight,
-        token_weights=token_weights,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        extras=extras,
-        backend=backend,
-        chunk_bytes=default_chunk_bytes(chunk_bytes, input.device),
-        device=input.device,
-    )
-    if key is not None:
-        plan = call.plan(*tensors) if class_dim == input.ndim - 1 else None
-        if (loss := known_calls.learn(key, plan, call.decision, tensors)) is not None:
-            return loss
-    return call.compute(rows.reshape(-1, 1, rows.shape[-1]), None, None, None)
+    return input.movedim(class_dim, -1), target
 
 
 @overload
@@ -276,38 +229,20 @@ def linear_cross_entropy(
     may differ in dtype: the products run in the input's (under autocast in autocast's), the weight keeps a gradient of
     its own.
     """
-    tensors, key = (input, linear_weight, linear_bias, target), None
-    if weight is None and token_weights is None and extras is None:
-        budget = (chunk_bytes, type(chunk_bytes))
-        options = (function, reduction, ignore_index, label_smoothing, z_loss, *budget, weight_gradient, backend)
-        key = known_calls.key_of(tensors, options)
-        if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
-            return loss
-    product = Product.of(input, linear_weight, linear_bias, components=False)
-    call = Loss(
-        leading=product.leading,
-        num_classes=product.num_classes,
-        dtype=torch.float32 if autocasts(input) and product.dtype != torch.float64 else product.dtype,
-        product_dtype=product.dtype,
-        function=function,
-        target=target,
-        class_weight=weight,
-        token_weights=token_weights,
-        ignore_index=ignore_index,
+    member, arguments = member_of(function)
+    spec = loss_spec(
+        member=member,
         reduction=reduction,
+        ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
+        weight_gradient=weight_gradient,
+        chunk_bytes=chunk_bytes,
         extras=extras,
         backend=backend,
-        chunk_bytes=default_chunk_bytes(chunk_bytes, input.device),
-        device=input.device,
-        weight_gradient=weight_gradient,
     )
-    if key is not None:
-        plan = call.plan(*tensors)
-        if (loss := known_calls.learn(key, plan, call.decision, tensors)) is not None:
-            return loss
-    return call.compute(product.hidden(input), linear_weight, linear_bias, None)
+    operands = Operands(input, linear_weight, linear_bias, None, target, weight, token_weights, arguments)
+    return loss(spec, operands)
 
 
 @overload
@@ -360,46 +295,24 @@ def mixture_cross_entropy(
     ``z_loss`` weighs the squared log normaliser of each component by its prior, which it does not train. Label
     smoothing, probability targets, argmax and entropy need the mixed probability of every class and cost more.
     """
-    tensors, key = (input, prior_logits, linear_weight, linear_bias, target), None
-    if weight is None and token_weights is None and extras is None and label_smoothing == 0.0:
-        options = (
-            *(function, prior_function, reduction, ignore_index, floor),
-            *(z_loss, chunk_bytes, type(chunk_bytes), weight_gradient, backend),
-        )
-        key = known_calls.key_of(tensors, options)
-        if key is not None and (loss := known_calls.loss_of(key, tensors)) is not None:
-            return loss
-    product = Product.of(input, linear_weight, linear_bias, components=True)
-    check_prior(input, prior_logits)
-    check_nonnegative("floor", floor)
-    member = OutputFunction.parse(function)
-    call = Loss(
-        leading=product.leading,
-        num_classes=product.num_classes,
-        dtype=torch.float32 if autocasts(input) and product.dtype != torch.float64 else product.dtype,
-        product_dtype=product.dtype,
-        function=member,
-        target=target,
-        class_weight=weight,
-        token_weights=token_weights,
-        ignore_index=ignore_index,
+    member, arguments = member_of(function)
+    prior, prior_arguments = member_of(prior_of(function, prior_function))
+    spec = loss_spec(
+        member=member,
+        prior=prior,
         reduction=reduction,
+        ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        extras=extras,
-        backend=backend,
-        chunk_bytes=default_chunk_bytes(chunk_bytes, input.device, product.num_classes),
-        device=input.device,
         floor=floor,
         weight_gradient=weight_gradient,
+        chunk_bytes=chunk_bytes,
+        extras=extras,
+        backend=backend,
     )
-    if key is not None:
-        plan = call.mixture_plan(*tensors, prior_of(member, prior_function))
-        if (loss := known_calls.learn(key, plan, call.decision, tensors)) is not None:
-            return loss
-    return call.compute(
-        product.hidden(input),
-        linear_weight,
-        linear_bias,
-        product.flat(log_prior(prior_logits, member, prior_function, backend)),
+    operands = Operands(
+        *(input, linear_weight, linear_bias, prior_logits, target, weight, token_weights),
+        arguments=arguments,
+        prior_arguments=prior_arguments,
     )
+    return loss(spec, operands)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from sigsoftmax import functional
-from sigsoftmax.border import Function, is_dtensor, log_prior
+from sigsoftmax.contract.rows import compute_dtype
+from sigsoftmax.contract.signature import is_dtensor
+from sigsoftmax.contract.spec import Function, prior_of
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.loss import Extras
+from sigsoftmax.losses.op import Extras
 from sigsoftmax.modules import (
     FunctionModule,
     check_positive,
@@ -123,7 +125,9 @@ class MixtureOutputLayer(FunctionModule):
         """
         count = 1 if num_samples is None else num_samples
         check_positive(num_samples=count)
-        log_priors = log_prior(self.prior(hidden), self.function, self.prior_function)
+        prior_logits = self.prior(hidden)
+        prior_function = prior_of(self.function, self.prior_function)
+        log_priors = functional.log_probs(prior_logits.to(compute_dtype(prior_logits.dtype)), function=prior_function)
         component = sample_from(log_priors, count, 1.0, generator)
         latent = self.latent_vectors(hidden)
         drawn = torch.empty_like(component)

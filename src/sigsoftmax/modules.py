@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigsoftmax import functional
-from sigsoftmax.border import Function, is_dtensor
+from sigsoftmax.contract.signature import is_dtensor
+from sigsoftmax.contract.spec import Function, Reduction
 from sigsoftmax.family import Learned, OutputFunction
-from sigsoftmax.loss import Extras, Reduction
+from sigsoftmax.losses.op import Extras
 
 
 class FunctionModule(nn.Module):

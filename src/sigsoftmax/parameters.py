@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sigsoftmax import torch_internals
+
 
 class ParameterKind(enum.Enum):
     """What a parameter that is no fixed number holds."""
@@ -139,7 +141,7 @@ def scalar(value: float) -> Tensor:
         return known
     made = torch.full((), value, dtype=torch.float64, device="cpu")
     # What a mode or a transform makes (fake, functional, inference, vmap) is of no use outside it.
-    is_plain = type(made) is Tensor and not torch._C._are_functorch_transforms_active()
+    is_plain = type(made) is Tensor and not torch_internals.transforms_active()
     if is_plain and not torch.compiler.is_compiling() and not made.is_inference():
         _SCALARS[value] = made
     return made

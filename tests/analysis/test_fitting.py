@@ -7,7 +7,7 @@ from sigsoftmax.analysis import fitting
 from sigsoftmax.analysis.fitting import Problem
 from sigsoftmax.analysis.lbfgs import Budget, minimise
 from sigsoftmax.analysis.starts import random_start
-from sigsoftmax.backends import reference
+from sigsoftmax.contract import normalizing
 from sigsoftmax.family import register_function
 from sigsoftmax.heads import Head
 from sigsoftmax.synthetic import Language
@@ -70,7 +70,7 @@ def test_log_output_of_a_mixture_is_the_references():
     parts = problem.views(x)
     z_NKM = (parts.h_Rd @ parts.output_Me[:, :-1].T + parts.output_Me[:, -1]).view(9, 3, 7)
     function = problem.function_at(x)
-    expected = reference.mixture_log_probs(
+    expected = normalizing.mixture_log_probs(
         z_NKM, torch.log_softmax(parts.prior_NK, -1), function.form, function.arguments(7)
     )
     assert torch.equal(problem.log_output(x), expected)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.shards import Shard
-from sigsoftmax.border import Product, default_chunk_bytes, log_prior
-from sigsoftmax.loss import Loss
+from sigsoftmax.contract.operands import Operands
+from sigsoftmax.contract.shard import Shard
+from sigsoftmax.contract.spec import loss_spec, member_of, prior_of
+from sigsoftmax.losses.op import loss as loss_of
 
 N, K, V, D = 7, 3, 11, 4
 SMALL_CHUNKS = 200
@@ -139,24 +140,14 @@ def in_threads(
             bias = torch.cat([bias, torch.full_like(mine["bias"][:1], LEAST)])
         held = {key: value for key, value in function.given.items() if isinstance(value, Tensor)} | parameters
         member = function.with_parameters(**{key: part(v) if v.ndim else v for key, v in held.items()})
-        product = Product.of(mine["hidden"], weight, bias, components="prior" in mine)
-        prior = product.flat(log_prior(mine["prior"], member, None)) if "prior" in mine else None
-        settings = {"token_weights": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
-        settings |= {"z_loss": 0.0, "extras": None, "backend": None, **options}
-        class_weight = settings.pop("weight", None)
-        result = Loss(
-            leading=product.leading,
-            num_classes=product.num_classes,
-            dtype=product.dtype,
-            product_dtype=product.dtype,
-            function=member,
-            target=part(target) if target.is_floating_point() else target,
-            class_weight=class_weight,
-            chunk_bytes=default_chunk_bytes(chunk_bytes, target.device),
-            device=target.device,
-            shard=shard,
-            **settings,
-        ).compute(product.hidden(mine["hidden"]), weight, bias, prior)
+        settings = dict(options)
+        class_weight, token_weights = settings.pop("weight", None), settings.pop("token_weights", None)
+        spec_of_member, arguments = member_of(member)
+        prior = member_of(prior_of(member, None))[0] if "prior" in mine else None
+        spec = loss_spec(member=spec_of_member, prior=prior, chunk_bytes=chunk_bytes, **settings)
+        own_target = part(target) if target.is_floating_point() else target
+        tensors_of = (mine["hidden"], weight, bias, mine.get("prior"), own_target, class_weight, token_weights)
+        result = loss_of(spec, Operands(*tensors_of, arguments=arguments, shard=shard))
         loss, extras = result if isinstance(result, tuple) else (result, None)
         backward(loss)
         return Outcome(loss.detach(), extras, {n: t.grad for n, t in (mine | parameters).items() if t.grad is not None})

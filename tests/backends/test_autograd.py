@@ -28,8 +28,11 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import sigsoftmax
-from sigsoftmax.backends import log_probs_op
-from sigsoftmax.backends import token_loss as token_loss_module
+from sigsoftmax.backends.log_probs_path import ChunkedLogProbs
+from sigsoftmax.backends.loss_path import ChunkedLoss
+from sigsoftmax.contract.operands import Operands, Wanted
+from sigsoftmax.contract.spec import log_probs_spec, loss_spec, member_of
+from sigsoftmax.losses import packing
 
 N, K, V, D = 6, 2, 7, 4
 TORCHSCRIPT = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -224,12 +227,12 @@ def test_products_that_nobody_wants_are_not_computed(
     if operation is logits_loss:
         wanted = "hidden" if wanted != "nothing" else wanted
     found: list[Any] = []
-    monkeypatch.setattr(token_loss_module, "_compute", _recording(token_loss_module._compute, found))
+    monkeypatch.setattr(ChunkedLoss, "compute", _recording(ChunkedLoss.compute, found))
     names = ("hidden", "weight", "bias", "prior")
     inputs = [t.detach().requires_grad_(name == wanted) for name, t in zip(names, four_inputs(), strict=True)]
     operation(*inputs, function="sigsoftmax", backend="blocked")
     (results,) = found
-    computed = [name for name, g in zip((*names, "arguments"), results[5:], strict=True) if g is not None]
+    computed = [name for name, g in zip((*names, "token weights"), results.gradients, strict=True) if g is not None]
     assert computed == [name for name in names if name == wanted]
 
 
@@ -237,8 +240,8 @@ def test_products_that_nobody_wants_are_not_computed(
 def test_no_grad_computes_no_gradient(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = four_inputs()
     results: list[Any] = []
-    for module, name in ((token_loss_module, "_compute"), (log_probs_op, "log_probs")):
-        monkeypatch.setattr(module, name, _recording(getattr(module, name), results))
+    for path in (ChunkedLoss, ChunkedLogProbs):
+        monkeypatch.setattr(path, "compute", _recording(path.compute, results))
     expected = operation(*inputs, function="sigsoftmax", backend="reference").detach()
     with torch.no_grad():
         actual = operation(*inputs, function="sigsoftmax", backend="blocked")
@@ -246,7 +249,7 @@ def test_no_grad_computes_no_gradient(operation: Operation, monkeypatch: pytest.
     assert_same(actual, expected)
     (result,) = results
     if operation in LOSSES:
-        assert all(g is None for g in result[5:])
+        assert all(g is None for g in result.gradients)
 
 
 def _recording(original: Callable[..., Any], results: list[Any]) -> Callable[..., Any]:
@@ -330,26 +333,17 @@ def test_second_derivatives_of_a_fast_backend_raise(operation: Operation, reduct
 
 
 @every_reduction
-def test_second_derivatives_by_token_weights_raise_or_are_right(reduction: str) -> None:
+def test_second_derivatives_by_token_weights_raise(reduction: str) -> None:
     z, t = leaf(N, V), torch.rand(N, dtype=torch.float64).requires_grad_()
 
-    def first_derivatives(backend: str) -> tuple[Tensor, ...]:
-        loss = sigsoftmax.cross_entropy(
-            z, TARGET, function="sigsoftmax", token_weights=t, reduction=reduction, backend=backend
-        )
-        return torch.autograd.grad(loss.sum(), [z, t], create_graph=True)
-
-    by_z, by_t = first_derivatives("blocked")
+    loss = sigsoftmax.cross_entropy(
+        z, TARGET, function="sigsoftmax", token_weights=t, reduction=reduction, backend="blocked"
+    )
+    by_z, by_t = torch.autograd.grad(loss.sum(), [z, t], create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
         torch.autograd.grad(by_z.square().sum(), [z, t], retain_graph=True)
-    if reduction != "none":
-        with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
-            torch.autograd.grad(by_t.square().sum(), z)
-        return
-    # Here by_t is the losses themselves, and their derivative is a first one.
-    (actual,) = torch.autograd.grad(by_t.square().sum(), z)
-    (expected,) = torch.autograd.grad(first_derivatives("reference")[1].square().sum(), z)
-    assert_same(actual, expected)
+    with pytest.raises(RuntimeError, match=SECOND_DERIVATIVE):
+        torch.autograd.grad(by_t.square().sum(), z)
 
 
 @TORCHSCRIPT
@@ -565,65 +559,55 @@ def test_compiled_by_inductor(operation: Operation) -> None:
 # The ops' own contract
 
 
-def token_loss_arguments(**changes: Any) -> tuple[Any, ...]:
-    """Of a mixture with everything on; ``changes`` replace arguments by name."""
-    arguments: dict[str, Any] = {
-        "hidden": leaf(N, K, D, dtype=torch.float32),
-        "weight": leaf(V, D, dtype=torch.float32),
-        "bias": leaf(V, dtype=torch.float32),
-        "log_prior": torch.log_softmax(torch.randn(N, K), -1).requires_grad_(),
-        "arguments": [torch.tensor(1.0), torch.tensor(1.0), torch.randn(V).requires_grad_()],
+def op_arguments(
+    prior: str | None = "sigsoftmax", dtype: torch.dtype = torch.float32, **changes: Any
+) -> tuple[Any, ...]:
+    """The arguments of the op for a mixture with everything on; ``changes`` replace operands and options by name."""
+    member, arguments = member_of(sigsoftmax.OutputFunction("gss", k=2.0, c=torch.randn(V, requires_grad=True)))
+    options: dict[str, Any] = {"z_loss": 0.01, "chunk_bytes": 100, "weight_gradient": "buffered"}
+    operands: dict[str, Any] = {
+        "input": leaf(N, K, D, dtype=dtype),
+        "weight": leaf(V, D, dtype=dtype),
+        "bias": leaf(V, dtype=dtype),
+        "prior_logits": leaf(N, K, dtype=torch.float32),
         "target": TARGET,
         "class_weight": torch.rand(V),
-        "scale": torch.rand(N).requires_grad_(),
-        "is_mean": False,
-        "form": "logistic",
-        "backend": "blocked",
-        "label_smoothing": 0.0,
-        "z_loss": 0.01,
-        "floor": 1e-3,
-        "ignore_index": -100,
-        "chunk_bytes": 100,
-        "weight_gradient": "buffered",
-        "product_dtype": torch.float32,
-        "argmax": False,
-        "entropy": False,
-        "has_gradients": True,
-        "needs": [True, True, True, True, True],
+        "token_weights": leaf(N, dtype=torch.float32).detach().abs().requires_grad_(),
+        "arguments": arguments,
     }
-    assert set(changes) <= set(arguments)
-    arguments |= changes
-    schema = torch.ops.sigsoftmax.token_loss.default._schema
-    return tuple(arguments[argument.name] for argument in schema.arguments)
+    if prior is None:
+        operands |= {"input": leaf(N, V, dtype=dtype), "weight": None, "bias": None, "prior_logits": None}
+    else:
+        options["floor"] = 1e-3
+    by_losses = changes.pop("by_losses", None)
+    operands |= {key: value for key, value in changes.items() if key in operands}
+    options |= {key: value for key, value in changes.items() if key not in operands}
+    spec = loss_spec(member=member, prior=None if prior is None else member_of(prior)[0], **options)
+    given = Operands(**operands)
+    wanted = Wanted.of([t is not None and t.requires_grad for t in given.differentiable], len(arguments))
+    return packing.pack_loss(spec, given, by_losses, wanted, None, "blocked")
 
 
-PLAIN_LOGITS: dict[str, Any] = {
-    "hidden": torch.randn(N, 1, V).requires_grad_(),
-    "weight": None,
-    "bias": None,
-    "log_prior": None,
-    "needs": [True, False, False, False, True],
-}
 OP_CHANGES: dict[str, dict[str, Any]] = {
     "mixture": {},
-    "mixture of every class": {"label_smoothing": 0.1, "argmax": True, "entropy": True},
-    "gradients in the backward pass": {"has_gradients": False},
+    "mixture of every class": {"label_smoothing": 0.1, "extras": ("log_normalizer", "argmax", "entropy")},
+    "gradients in the backward pass": {"reduction": "none"},
+    "gradients of the losses": {"reduction": "none", "by_losses": torch.rand(N)},
+    "a sum": {"reduction": "sum"},
     "probability targets": {"target": torch.rand(N, V)},
-    "logits": PLAIN_LOGITS,
-    "logits, gradients in the backward pass": {**PLAIN_LOGITS, "has_gradients": False},
-    "bfloat16": {
-        "hidden": torch.randn(N, K, D).bfloat16().requires_grad_(),
-        "weight": torch.randn(V, D).bfloat16().requires_grad_(),
-        "bias": torch.randn(V).bfloat16().requires_grad_(),
-        "product_dtype": torch.bfloat16,
-    },
-    "float32 weight, bfloat16 products": {
-        "hidden": torch.randn(N, K, D).bfloat16().requires_grad_(),
-        "product_dtype": torch.bfloat16,
-    },
+    "logits": {"prior": None},
+    "logits, gradients in the backward pass": {"prior": None, "reduction": "none"},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float32 weight, bfloat16 products": {"input": torch.randn(N, K, D).bfloat16().requires_grad_()},
     "transposed": {
-        "hidden": torch.randn(K, N, D).transpose(0, 1).requires_grad_(),
+        "input": torch.randn(K, N, D).transpose(0, 1).requires_grad_(),
         "weight": torch.randn(D, V).t().requires_grad_(),
+    },
+    "several leading dimensions": {
+        "input": torch.randn(2, 3, K, D).requires_grad_(),
+        "prior_logits": torch.randn(2, 3, K).requires_grad_(),
+        "target": TARGET.view(2, 3),
+        "token_weights": None,
     },
 }
 # The checks that need no gradients of outputs that are gradients themselves.
@@ -631,41 +615,47 @@ OP_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 @pytest.mark.parametrize("changes", OP_CHANGES.values(), ids=OP_CHANGES)
-def test_token_loss_keeps_the_contract_of_an_op(changes: dict[str, Any]) -> None:
-    results = torch.library.opcheck(
-        torch.ops.sigsoftmax.token_loss.default, token_loss_arguments(**changes), test_utils=OP_TESTS
-    )
+def test_the_loss_keeps_the_contract_of_an_op(changes: dict[str, Any]) -> None:
+    results = torch.library.opcheck(torch.ops.sigsoftmax.loss.default, op_arguments(**changes), test_utils=OP_TESTS)
     assert set(results.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("kind", ["logits", "linear", "mixture"])
+@pytest.mark.parametrize("changes", OP_CHANGES.values(), ids=OP_CHANGES)
+def test_what_is_packed_is_unpacked(changes: dict[str, Any]) -> None:
+    packed = op_arguments(**changes)
+    spec, operands, wanted, autocast, by_losses = packing.unpack_loss(*packed)
+    assert packing.unpack_loss(*packed)[0] is spec
+    assert tuple(a.name for a in torch.ops.sigsoftmax.loss.default._schema.arguments) == packing.LOSS_FIELDS
+    again = packing.pack_loss(spec, operands, by_losses, wanted, autocast, spec.backend)
+    for name, before, after in zip(packing.LOSS_FIELDS, packed, again, strict=True):
+        assert before is after or before == after, name
+
+
+@pytest.mark.parametrize("kind", ["logits", "mixture"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_log_probs_and_its_backward_keep_the_contract_of_an_op(kind: str, dtype: torch.dtype, transposed: bool) -> None:
-    has_weight, has_prior = kind != "logits", kind == "mixture"
-    components = K if has_prior else 1
-    features = D if has_weight else V
-    hidden = torch.randn(N, components, features)
-    if transposed:
-        hidden = torch.randn(features, components, N).permute(2, 1, 0)
-    log_prior = torch.log_softmax(torch.randn(K, N), 0).t() if transposed else torch.log_softmax(torch.randn(N, K), -1)
+    is_mixture = kind == "mixture"
+    shape = (N, K, D) if is_mixture else (N, V)
+    input = torch.randn(*reversed(shape)).permute(*reversed(range(len(shape)))) if transposed else torch.randn(*shape)
+    prior_logits = torch.randn(K, N).t() if transposed else torch.randn(N, K)
     weight = (torch.randn(D, V).t() if transposed else torch.randn(V, D)).to(dtype).requires_grad_()
-    arguments = (
-        hidden.to(dtype).requires_grad_(),
-        weight if has_weight else None,
-        torch.randn(V).to(dtype).requires_grad_() if has_weight else None,
-        log_prior.detach().requires_grad_() if has_prior else None,
-        [torch.tensor(1.0), torch.tensor(1.0), torch.randn(V).requires_grad_()],
-        "logistic",
-        1e-3 if has_prior else 0.0,
-        100,
-        dtype,
-        [True, has_weight, has_weight, has_prior, True],
+    member, arguments = member_of(sigsoftmax.OutputFunction("gss", k=2.0, c=torch.randn(V, requires_grad=True)))
+    prior = member_of("softmax")[0] if is_mixture else None
+    spec = log_probs_spec(member=member, prior=prior, floor=1e-3 if is_mixture else 0.0, chunk_bytes=100)
+    operands = Operands(
+        input.to(dtype).requires_grad_(),
+        weight if is_mixture else None,
+        torch.randn(V).to(dtype).requires_grad_() if is_mixture else None,
+        prior_logits.detach().requires_grad_() if is_mixture else None,
+        arguments=arguments,
     )
-    results = torch.library.opcheck(torch.ops.sigsoftmax.log_probs.default, arguments)
+    wanted = Wanted.of([t is not None for t in operands.differentiable], len(arguments))
+    packed = packing.pack_log_probs(spec, operands, wanted, None, "blocked")
+    results = torch.library.opcheck(torch.ops.sigsoftmax.log_probs.default, packed)
     assert set(results.values()) == {"SUCCESS"}
-    detached = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
-    detached[4] = [t.detach() for t in arguments[4]]
+    detached = [t.detach() if isinstance(t, Tensor) else t for t in packed]
+    detached[4] = [t.detach() for t in packed[4]]
     backward = torch.ops.sigsoftmax.log_probs_backward.default
     results = torch.library.opcheck(backward, (torch.randn(N, V).to(dtype), *detached))
     assert set(results.values()) == {"SUCCESS"}

@@ -12,8 +12,11 @@ import compile_times
 import kernel_launches
 import torch
 
-from sigsoftmax.backends import dispatch
+import sigsoftmax
+from sigsoftmax.backends.triton import lowering as triton_lowering
 from sigsoftmax.backends.triton import scaling, token_kernels
+from sigsoftmax.contract import signature
+from sigsoftmax.losses import lowering
 
 
 @pytest.fixture
@@ -58,10 +61,15 @@ def test_launches_differ_by_what_triton_specialises():
 
 
 def test_recording_leaves_all_as_it_was():
-    before, kernel = dict(dispatch._BACKENDS), scaling.scale_kernel
+    sigsoftmax.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]), function="softmax")
+    lowered, kernel = dict(lowering._lowered), scaling.scale_kernel
+    replaced = (triton_lowering._refusal, signature.checks_values)
     with kernel_launches.recorded() as launches:
         compile_times.training("meta")
         assert scaling.scale_kernel is not kernel
+        assert not lowered.keys() & lowering._lowered.keys()
     assert "scale_kernel" in {launch.kernel.__name__ for launch in launches}
-    assert before == dispatch._BACKENDS
+    assert lowered
+    assert lowered == lowering._lowered
     assert scaling.scale_kernel is kernel
+    assert replaced == (triton_lowering._refusal, signature.checks_values)

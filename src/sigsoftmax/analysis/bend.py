@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, blocks_of
 from sigsoftmax.analysis.probing import slopes_of_ends
-from sigsoftmax.backends import reference
+from sigsoftmax.contract import normalizing
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.records.audits import Bend, ShareOnLine
 
@@ -73,7 +73,7 @@ def bend(layer: OutputLayer, contexts: Contexts, *, memory: int = 1 << 30, progr
         progress(f"slopes of phi: context {block.stop} of {len(contexts)}")
         chosen = contexts[block]
         z_RV = layer.logits(chosen.hidden_NKd.flatten(0, 1))
-        f_RV = reference.log_probs(z_RV, form, arguments).exp_()
+        f_RV = normalizing.log_probs(z_RV, form, arguments).exp_()
         log_prior_NK = layer.log_prior(chosen)
         if log_prior_NK is not None:
             # A component counts as much as its prior.
@@ -136,7 +136,7 @@ def nearest_slope(
         for block in blocks_of(len(contexts), layer.rows_at_once(memory)):
             chosen = contexts[block]
             z_RV = layer.logits(chosen.hidden_NKd.flatten(0, 1))
-            log_f_RV = reference.log_probs(z_RV, form, arguments)
+            log_f_RV = normalizing.log_probs(z_RV, form, arguments)
             # Less the row's largest: the means cancel, and their difference is small.
             z_RV -= z_RV.amax(-1, keepdim=True)
             log_q_RV = torch.log_softmax(slope * z_RV, -1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.lbfgs import Apply, Budget, Minimum, minimise
-from sigsoftmax.backends import reference
+from sigsoftmax.contract import normalizing
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.heads import Head
 from sigsoftmax.parameters import ParameterKind
@@ -87,9 +87,9 @@ class Problem:
         form, arguments = function.form, function.arguments(self.words)
         z_RM = self.logits(x)
         if prior_NK is None:
-            return reference.log_probs(z_RM, form, arguments)
+            return normalizing.log_probs(z_RM, form, arguments)
         z_NKM = z_RM.view(self.contexts, self.head.components, self.words)
-        return reference.mixture_log_probs(z_NKM, torch.log_softmax(prior_NK, -1), form, arguments)
+        return normalizing.mixture_log_probs(z_NKM, torch.log_softmax(prior_NK, -1), form, arguments)
 
     def kl(self, log_q_NM: Tensor) -> float:
         return self.negative_entropy - float((self.weighted_p_NM * log_q_NM).sum())

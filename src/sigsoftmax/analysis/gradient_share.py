@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sigsoftmax.analysis.gram import add_product
 from sigsoftmax.analysis.output_layer import WORDS_AT_ONCE, Contexts, OutputLayer, blocks_of
-from sigsoftmax.backends import reference
+from sigsoftmax.contract import normalizing
 from sigsoftmax.records.audits import GradientShare
 
 __all__ = ["gradient_share"]
@@ -90,7 +90,7 @@ def _gradient(layer: OutputLayer, contexts: Contexts, generator: torch.Generator
     """dL/dz of L = -log f(next word), (N, K, V), from the family's formula."""
     function, (count, components, _) = layer.function, contexts.hidden_NKd.shape
     z_NKV = layer.logits(contexts.hidden_NKd.flatten(0, 1)).view(count, components, -1)
-    log_f_NKV = reference.log_probs(z_NKV, function.form, function.arguments(layer.words))
+    log_f_NKV = normalizing.log_probs(z_NKV, function.form, function.arguments(layer.words))
     prior_NK = layer.log_prior(contexts)
     joint_NKV = log_f_NKV if prior_NK is None else log_f_NKV + prior_NK.to(log_f_NKV)[..., None]
     next_N = contexts.next_words_N

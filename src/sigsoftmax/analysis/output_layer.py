@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.head_sources import OutputHead
-from sigsoftmax.backends import reference
-from sigsoftmax.border import log_prior
+from sigsoftmax.contract import normalizing
+from sigsoftmax.contract.spec import prior_of
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.heads import Head
 from sigsoftmax.parameters import ParameterKind
@@ -107,15 +107,16 @@ class OutputLayer:
         logits_RV = self.logits(contexts.hidden_NKd.flatten(0, 1), dtype)
         log_prior_NK = self.log_prior(contexts)
         if log_prior_NK is None:
-            return reference.log_probs(logits_RV, form, arguments)
+            return normalizing.log_probs(logits_RV, form, arguments)
         logits_NKV = logits_RV.unflatten(0, contexts.hidden_NKd.shape[:2])
-        return reference.mixture_log_probs(logits_NKV, log_prior_NK.to(logits_RV), form, arguments)
+        return normalizing.mixture_log_probs(logits_NKV, log_prior_NK.to(logits_RV), form, arguments)
 
     def log_prior(self, contexts: Contexts) -> Tensor | None:
         """(N, K) in float64, None for a single component."""
         if contexts.prior_logits_NK is None:
             return None
-        return log_prior(contexts.prior_logits_NK.to(torch.float64), self.function, None)
+        prior = OutputFunction.parse(prior_of(self.function, None))
+        return normalizing.log_probs(contexts.prior_logits_NK.to(torch.float64), prior.form, prior.arguments())
 
     def with_contexts(self, contexts: Contexts) -> OutputHead:
         """The same as what spectra and certificates take; arithmetic in float64."""

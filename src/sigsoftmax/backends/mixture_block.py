@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends import reference
 from sigsoftmax.backends.blocked.any_form import FormRows
-from sigsoftmax.backends.reference import MASK
+from sigsoftmax.contract.rows import MASK
+from sigsoftmax.contract.tokens import floored
 
 
 class MixtureBlock:
@@ -37,7 +37,7 @@ class MixtureBlock:
         self.log_f_nKV = rows.log_probs.view(tokens, components, -1)
         self.joint_nKV = log_prior_nK.unsqueeze(-1) + self.log_f_nKV
         self.exact_log_p_nV = torch.logsumexp(self.joint_nKV, 1)
-        self.log_p_nV = reference.floored(self.exact_log_p_nV, floor)
+        self.log_p_nV = floored(self.exact_log_p_nV, floor)
         self.floor = floor
 
     def gradient(

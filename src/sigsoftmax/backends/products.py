@@ -80,13 +80,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
 
 def add_column_sums(total_V: Tensor, matrix_RV: Tensor, *, is_first: bool) -> None:
     """``total += matrix.sum(0)``, or ``total =`` that for the first one."""
-    from sigsoftmax.backends import dispatch
-
-    if matrix_RV.device.type == "cuda" and total_V.dtype == torch.float32 and dispatch.has_kernels():
-        from sigsoftmax.backends.triton import columns
-
-        columns.add_column_sums(total_V, matrix_RV, is_first=is_first)
-        return
     sums_V = matrix_RV.sum(0, dtype=total_V.dtype)
     if is_first:
         total_V.copy_(sums_V)

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends import reference
-from sigsoftmax.backends.chunks import LossLoop, LossOptions, MakeRoutines, TokenLosses, concatenate
+from sigsoftmax.backends.chunks import LossLoop, Rows, TokenLosses, concatenate
 from sigsoftmax.backends.class_walk import ClassWalk
-from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowStats
 from sigsoftmax.backends.mixture_block import MixtureBlock
-from sigsoftmax.backends.reference import finite, scaled
-from sigsoftmax.backends.shards import Combined, Combiner, Measured, Shard, for_gradient
+from sigsoftmax.backends.shards import Combined, Combiner, Measured, for_gradient
 from sigsoftmax.backends.sources import LinearLogits, Source
-from sigsoftmax.forms import Form
+from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowStats
+from sigsoftmax.contract.shard import Shard
+from sigsoftmax.contract.spec import LossSpec
+from sigsoftmax.contract.tokens import TokenBatch, entropy, scaled
 
 Block = tuple[slice, slice, Tensor]
 """tokens, rows within the chunk, logits"""
@@ -36,59 +36,36 @@ class ShardedLossLoop(LossLoop):
     """
 
     def __init__(
-        self,
-        shard: Shard,
-        source: Source,
-        form: Form,
-        arguments: Sequence[Tensor],
-        target: Tensor,
-        options: LossOptions,
-        make_routines: MakeRoutines,
-        *,
-        log_prior_NK: Tensor | None,
-        class_weight_V: Tensor | None,
-        scale_N: Tensor | None,
-        needs_arguments: bool,
+        self, shard: Shard, source: Source, rows: Rows, spec: LossSpec, batch: TokenBatch, scale_N: Tensor | None
     ) -> None:
-        super().__init__(
-            source,
-            form,
-            arguments,
-            target,
-            options,
-            make_routines,
-            log_prior_NK=log_prior_NK,
-            class_weight_V=class_weight_V,
-            scale_N=scale_N,
-            needs_arguments=needs_arguments,
-            num_classes=shard.num_classes,
-        )
+        super().__init__(source, rows, spec, batch, scale_N, num_classes=shard.num_classes)
         assert isinstance(source, LinearLogits), "logits that a caller holds are not spread over processes"
         self.linear = source
         self.shard = shard
-        self.combiner = Combiner(shard, form, arguments, self.numbers)
+        self.combiner = Combiner(shard, rows.form, rows.arguments, self.numbers)
         self.owner_N = self.owned_N = self.owned_weight_N = None
-        if self.index_N is not None and self.target_weight_N is not None:
-            self.owner_N = shard.owner(self.index_N)
+        tokens = self.tokens
+        if tokens.index_N is not None and tokens.target_weight_N is not None:
+            self.owner_N = shard.owner(tokens.index_N)
             self.owned_N = self.owner_N == shard.rank
-            zeros_N = torch.zeros_like(self.index_N)
-            self.index_N = torch.where(self.owned_N, self.index_N - shard.classes.start, zeros_N)
+            zeros_N = torch.zeros_like(tokens.index_N)
+            tokens.index_N = torch.where(self.owned_N, tokens.index_N - shard.classes.start, zeros_N)
             self.owned_weight_N = torch.where(
-                self.owned_N, self.target_weight_N, torch.zeros_like(self.target_weight_N)
+                self.owned_N, tokens.target_weight_N, torch.zeros_like(tokens.target_weight_N)
             )
-        if self.class_weight_V is not None:
-            self.class_weight_V = shard.own(self.class_weight_V)
-        if self.smoothing_V is not None:
-            self.smoothing_V = shard.own(self.smoothing_V)
+        if tokens.class_weight_V is not None:
+            tokens.class_weight_V = shard.own(tokens.class_weight_V)
+        if tokens.smoothing_V is not None:
+            tokens.smoothing_V = shard.own(tokens.smoothing_V)
 
     def run(self) -> TokenLosses:
-        wants_gradient = self.scale_N is not None
+        wants_gradient = self.tokens.scale_N is not None
         if wants_gradient and self.linear.walks_classes:
-            if isinstance(self.routines, FusedRowRoutines) and self.probabilities_NV is None:
+            if isinstance(self.routines, FusedRowRoutines) and self.tokens.probabilities_NV is None:
                 self._walk_classes(self.linear, self.routines)
                 return self._results()
             self.linear.walks_classes = False
-        compute = self._dense_mixture_chunk if self.is_dense_mixture else self._chunk
+        compute = self._dense_mixture_chunk if self.tokens.mixes_every_class else self._chunk
         for first_token, chunk_RV in self.linear.chunks():
             compute(self._blocks(first_token, chunk_RV), wants_gradient)
             if wants_gradient:
@@ -119,7 +96,7 @@ class ShardedLossLoop(LossLoop):
         for block, rows, logits_RV in blocks:
             # A backend writes the gradient of what it measured last.
             stats = measured[0].stats if len(blocks) == 1 else self._measure_own(block, logits_RV, extras=False).stats
-            index_R, dense = self._row_index(block), self._dense_weights(block)
+            index_R, dense = self._row_index(block), self.tokens.dense_weights(block)
             of_block = RowCoefficients(
                 coefficients.normalizer[rows], *(None if c is None else c[rows] for c in coefficients[1:])
             )
@@ -136,26 +113,23 @@ class ShardedLossLoop(LossLoop):
         combined, by_log_f_nK = self._combine(everything, measured)
         coefficients = self._own_coefficients(everything, combined, by_log_f_nK)._replace(unused=None)
         stats = for_gradient(concatenate(RowStats, [own.stats for own in measured]))
-        index_R = self._row_index(everything)
+        index_R, dense = self._row_index(everything), self.tokens.smoothing_V
         for first_class, logits_RV, out_RV in ClassWalk(source).gradients():
-            routines.gradient_of_classes(logits_RV, stats, coefficients, index_R, self.smoothing_V, first_class, out_RV)
+            routines.gradient_of_classes(logits_RV, stats, coefficients, index_R, dense, first_class, out_RV)
 
     def _measure_own(self, span: slice, logits_RV: Tensor, *, extras: bool = True) -> Measured:
         """Rows of this process's classes, with the target's part of those that have it here."""
         argmax = best = mass = None
-        if extras and self.options.argmax:
+        if extras and self.wants_argmax:
             argmax = self.routines.stats(logits_RV, None, None, True, False).argmax
             best = self.routines.stats(logits_RV, argmax, None, False, False).target
-        dense = self._dense_weights(span)
+        dense = self.tokens.dense_weights(span)
         stats = self.routines.stats(
-            logits_RV, self._row_index(span), dense, False, extras and self.options.entropy
+            logits_RV, self._row_index(span), dense, False, extras and self.wants_entropy
         )._replace(argmax=argmax)
         if dense is not None:
             mass = dense.sum(-1).expand_as(stats.normalizer)
         return Measured(stats, mass, best)
-
-    def _dense_weights(self, span: slice) -> Tensor | None:
-        return self.smoothing_V if self.probabilities_NV is None else self._smoothed_probabilities(span)
 
     def _combine(self, span: slice, measured: Sequence[Measured]) -> tuple[Combined, Tensor | None]:
         """Rows of all classes, collected for the losses; and what the gradient of a mixture needs."""
@@ -166,7 +140,7 @@ class ShardedLossLoop(LossLoop):
             None if bests[0] is None else torch.cat(bests),
         )
         combined = self.combiner.combine(own, self._of_rows(self.owner_N, span))
-        self._collect_stats(combined.stats, combined.mass if self.probabilities_NV is not None else None)
+        self._collect_stats(combined.stats, combined.mass if self.tokens.probabilities_NV is not None else None)
         return combined, self._collect_mixture(span, combined.stats)
 
     def _own_coefficients(self, span: slice, combined: Combined, by_log_f_nK: Tensor | None) -> RowCoefficients:
@@ -197,9 +171,9 @@ class ShardedLossLoop(LossLoop):
 
         def mixed(block: Block) -> MixtureBlock:
             span, rows, logits_RV = block
-            assert self.log_prior_NK is not None
-            prior_nK = self.log_prior_NK[span]
-            return MixtureBlock(self.dense_routines, logits_RV, prior_nK, self.options.floor, normalizer_R[rows])
+            assert self.tokens.log_prior_NK is not None
+            prior_nK = self.tokens.log_prior_NK[span]
+            return MixtureBlock(self.dense_routines, logits_RV, prior_nK, self.tokens.spec.floor, normalizer_R[rows])
 
         only = mixed(blocks[0]) if len(blocks) == 1 else None
         sums = [self._sums_over_classes(only or mixed(block), block[0], wants_gradient) for block in blocks]
@@ -208,24 +182,18 @@ class ShardedLossLoop(LossLoop):
             parts_Cn = torch.zeros_like(parts_Cn)
         losses_n, *others = self.shard.sum(parts_Cn)
         self._collect(losses=losses_n)
-        if self.options.argmax:
+        if self.wants_argmax:
             self._collect(argmax=self.combiner.likeliest(self.shard.gather(best_n), argmax_n))
-        if self.options.entropy:
+        if self.wants_entropy:
             self._collect(entropy=others.pop(0))
         if not wants_gradient:
             return
-        assert self.prior_gradient_NK is not None and self.unused_N is not None and self.scale_N is not None
+        assert self.prior_gradient_NK is not None and self.tokens.unused_N is not None
         by_log_prior_nK = torch.stack(others, -1)
         chunk_span = slice(blocks[0][0].start, blocks[-1][0].stop)
-        unused_n1 = self.unused_N[chunk_span].unsqueeze(-1)
+        unused_n1 = self.tokens.unused_N[chunk_span].unsqueeze(-1)
         self.prior_gradient_NK[chunk_span] = by_log_prior_nK.masked_fill(unused_n1, 0.0)
-        by_normalizer_nK = None
-        if self.options.z_loss:
-            assert self.log_prior_NK is not None
-            scale_n1 = self.scale_N[chunk_span].unsqueeze(-1)
-            by_normalizer_nK = (
-                2.0 * self.options.z_loss * self.log_prior_NK[chunk_span].exp() * finite(log_normalizer_nK) * scale_n1
-            )
+        by_normalizer_nK = self.tokens.by_log_normalizer(chunk_span, log_normalizer_nK)
         for block in blocks:
             span, rows, logits_RV = block
             tokens = slice(rows.start // components, rows.stop // components)
@@ -243,19 +211,13 @@ class ShardedLossLoop(LossLoop):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This process's part of losses, entropies and dL/dlog prior, (C, n); log P of its best class, and which."""
         log_p_nV = mixture.log_p_nV
-        parts = [self._losses_of_log_p(span, log_p_nV)]
-        if self.options.entropy:
-            parts.append(reference.entropy(log_p_nV))
+        parts = [self.tokens.losses_of_every_class(span, log_p_nV, self.owned_N)]
+        if self.wants_entropy:
+            parts.append(entropy(log_p_nV))
         if wants_gradient:
             parts += mixture.by_log_f(self._by_log_p(span)).sum(-1).unbind(-1)
         best_n, argmax_n = log_p_nV.max(-1)
         return torch.stack(parts), best_n, argmax_n
 
     def _by_log_p(self, span: slice) -> Tensor:
-        assert self.scale_N is not None
-        return self._class_weights_of_tokens(span, self.owned_weight_N).mul_(-self.scale_N[span].unsqueeze(-1))
-
-    def _weighted_at_target(self, span: slice, log_p_nV: Tensor, index_N: Tensor, target_weight_N: Tensor) -> Tensor:
-        at_target = super()._weighted_at_target(span, log_p_nV, index_N, target_weight_N)
-        assert self.owned_N is not None
-        return torch.where(self.owned_N[span], at_target, torch.zeros_like(at_target))
+        return self.tokens.by_log_p(span, self.source.num_classes, self.owned_weight_N)

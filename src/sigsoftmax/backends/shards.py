@@ -1,4 +1,4 @@
-"""Classes that are spread over processes: who holds which, and how what each measured of a row becomes one row.
+"""Classes that are spread over processes: how what each process measured of a row becomes one row.
 
 Every process measures the rows of its own classes relative to an offset of its own. To put them together, only the
 differences of these offsets are needed, and they are formed from the anchors (``Form.offset_gap``), because absolute
@@ -10,73 +10,17 @@ Shapes: R rows, V classes (of a process, or of all), P processes.
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends import reference
-from sigsoftmax.backends.interface import RowStats
-from sigsoftmax.backends.reference import MASK
+from sigsoftmax.contract import normalizing
+from sigsoftmax.contract.rows import MASK, RowStats
+from sigsoftmax.contract.shard import Shard
 from sigsoftmax.forms import Form
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """The classes that this process holds, and the way to those who hold the others.
-
-    A process that holds none computes with one masked class in their place, since tensors without classes are refused
-    nearly everywhere; nothing of it reaches a result.
-    """
-
-    sizes: tuple[int, ...]
-    """how many classes each process holds"""
-    rank: int
-    gather: Callable[[Tensor], Tensor]
-    """(P, ...) of tensors that have the same shape in every process"""
-
-    @property
-    def num_classes(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def classes(self) -> slice:
-        first = sum(self.sizes[: self.rank])
-        return slice(first, first + self.sizes[self.rank])
-
-    @property
-    def is_empty(self) -> bool:
-        return self.sizes[self.rank] == 0
-
-    @property
-    def largest(self) -> int:
-        """Chunks are cut to it, so that all processes cut alike and meet at every exchange."""
-        return max(1, *self.sizes)
-
-    def own(self, whole_V: Tensor) -> Tensor:
-        """The part of this process; 0 for the class that stands in for none."""
-        return whole_V.new_zeros(1) if self.is_empty else whole_V[self.classes]
-
-    def owner(self, index_N: Tensor) -> Tensor:
-        """The process that holds each class."""
-        return torch.bucketize(index_N, _boundaries(self.sizes, index_N.device)[1:-1], right=True)
-
-    def sum(self, own: Tensor) -> Tensor:
-        return self.gather(own).sum(0)
-
-    def first_of(self, rank: Tensor) -> Tensor:
-        """The first class of each process that is asked for."""
-        return _boundaries(self.sizes, rank.device)[rank]
-
-
-@functools.lru_cache(maxsize=64)
-def _boundaries(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """The first class of every process, and the number of all. Kept, since a copy to a GPU has to be waited for."""
-    return torch.tensor([0, *itertools.accumulate(sizes)], device=device)
+from sigsoftmax.parameters import ParameterKind, kind_of
 
 
 class Measured(NamedTuple):
@@ -118,11 +62,13 @@ class Combiner:
     def __init__(self, shard: Shard, form: Form, arguments: Sequence[Tensor], like: Tensor) -> None:
         self.shard = shard
         self.form = form
-        self.arguments = reference.arguments_like(like, form, [a.detach() for a in arguments])
+        self.arguments = normalizing.arguments_like(like, form, [a.detach() for a in arguments])
         self.centres: dict[int, Tensor] = {}
         if form.offset_gap is not None:
             # The offset depends on an argument per class by the mean over the classes of a process.
-            self.centres = {i: shard.gather(a.mean()) for i, a in enumerate(self.arguments) if a.ndim == 1}
+            self.centres = {
+                i: shard.gather(a.mean()) for i, a in enumerate(self.arguments) if kind_of(a) is ParameterKind.PER_CLASS
+            }
 
     def combine(self, own: Measured, owner_R: Tensor | None) -> Combined:
         """One exchange; the second is for argmax alone."""

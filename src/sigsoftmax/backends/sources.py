@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.backends import products, reference
+from sigsoftmax.backends import products
 from sigsoftmax.backends.products import rounded_up
+from sigsoftmax.contract.problem import Problem
+from sigsoftmax.contract.rows import MASK, compute_dtype
+from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
 
 FEWEST_SLABS_OF_A_COPY = 3
 FEWEST_ROWS_A_FEATURE = 6
@@ -37,6 +41,50 @@ def careful_sum(device: torch.device, classes: int, rows: int, features: int, ch
     buffer_bytes, walk_bytes = 4 * classes * features, 4 * rows * features
     is_small = buffer_bytes <= max(walk_bytes, chunk_bytes // 2)
     return "buffered" if device.type == "cpu" or is_small else "exact"
+
+
+class Cut(NamedTuple):
+    """How the tokens of a product are cut into chunks."""
+
+    chunks: int
+    tokens: int
+    row_elements: int
+    """of a row of logits, with what aligns the next one"""
+
+
+def cut_tokens(
+    tokens: int, components: int, classes: int, dtype: torch.dtype, chunk_bytes: int, device: torch.device
+) -> Cut:
+    """Chunks of equal size, since a last one of a few rows would be a slow product."""
+    row_elements = rounded_up(classes, row_alignment(device))
+    tokens_in_budget = max(1, chunk_bytes // (row_elements * dtype.itemsize * components))
+    count = max(1, -(-tokens // tokens_in_budget))
+    return Cut(count, max(1, -(-tokens // count)), row_elements)
+
+
+class Plan(NamedTuple):
+    """What :class:`LinearLogits` will do for a call, known without its tensors."""
+
+    cut: Cut
+    weight_gradient: str
+    """how the gradient of the weight is summed: ``in place``, or as the option says"""
+
+
+def plan_of(problem: Problem[LossSpec] | Problem[LogProbsSpec]) -> Plan:
+    """The chunks of a call, and how the gradient of its weight is summed."""
+    weight, shard = problem.signature.operands.weight, problem.signature.operands.shard
+    # All ranks of a group must decide alike.
+    classes = problem.num_classes if shard is None else max(1, *shard[0])
+    cut = cut_tokens(
+        problem.num_tokens, problem.components, classes, problem.product_dtype, problem.chunk_bytes, problem.device
+    )
+    mode: str = problem.spec.weight_gradient if isinstance(problem.spec, LossSpec) else "buffered"
+    if cut.chunks == 1 or weight.dtype == torch.promote_types(weight.dtype, problem.compute_dtype):
+        mode = "in place"
+    elif mode == "auto":
+        rows = problem.num_tokens * problem.components
+        mode = careful_sum(problem.device, classes, rows, weight.shape[1], problem.chunk_bytes)
+    return Plan(cut, mode)
 
 
 class Source(ABC):
@@ -131,18 +179,16 @@ class LinearLogits(Source):
         self.hidden_NKd = hidden_NKd
         self.weight_Vd = weight_Vd.to(product_dtype)
         self.bias_V = None if bias_V is None else bias_V.to(product_dtype)
-        self.sum_dtype = reference.compute_dtype(product_dtype)
+        self.sum_dtype = compute_dtype(product_dtype)
         self.alignment = row_alignment(self.weight_Vd.device)
         # All ranks of a group must decide alike.
         classes = budget_classes or self.num_classes
+        num_chunks, self.chunk_tokens, _ = cut_tokens(
+            self.num_tokens, self.components, classes, product_dtype, chunk_bytes, self.weight_Vd.device
+        )
         if weight_gradient == "auto":
-            rows = self.num_tokens * self.components
-            weight_gradient = careful_sum(hidden_NKd.device, classes, rows, self.features, chunk_bytes)
-        row_bytes = rounded_up(classes, self.alignment) * self.weight_Vd.element_size()
-        tokens_in_budget = max(1, chunk_bytes // (row_bytes * self.components))
-        # Chunks of equal size: a last one of a few rows would be a slow product.
-        num_chunks = max(1, -(-self.num_tokens // tokens_in_budget))
-        self.chunk_tokens = max(1, -(-self.num_tokens // num_chunks))
+            all_rows = self.num_tokens * self.components
+            weight_gradient = careful_sum(hidden_NKd.device, classes, all_rows, self.features, chunk_bytes)
         rows = min(self.chunk_tokens, self.num_tokens) * self.components
         is_low = weight_Vd.dtype != torch.promote_types(weight_Vd.dtype, self.sum_dtype)
         self.gradient_dtype = gradient_dtype or product_dtype
@@ -213,7 +259,7 @@ class LinearLogits(Source):
         if logits_RV.stride(0) == logits_RV.shape[1]:
             return logits_RV
         wide_RV = self._with_room(logits_RV)
-        wide_RV[:, logits_RV.shape[1] :] = reference.MASK
+        wide_RV[:, logits_RV.shape[1] :] = MASK
         return wide_RV
 
     def pieces(self, by_class: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -256,7 +302,7 @@ class LinearLogits(Source):
             self.padded_part = (first, last)
             self.padded_parameters = (
                 F.pad(self.weight_Vd[first:last], (0, 0, 0, missing)),
-                F.pad(self.bias_V[first:last], (0, missing), value=reference.MASK),
+                F.pad(self.bias_V[first:last], (0, missing), value=MASK),
             )
         return self.padded_parameters
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sigsoftmax import validation
+from sigsoftmax.contract import value_checks
+from sigsoftmax.contract.signature import checks_values
 from sigsoftmax.distributed.exchange import Exchange
 
 
@@ -30,8 +31,8 @@ def agreed_sizes(
     would stop its stream, so there the targets are compared on the device, and the facts if SIGSOFTMAX_CHECK=1.
     """
     checksum = _checksum(target)
-    if sizes is not None and not validation.wants_messages(target.device):
-        validation.check_same_targets((exchange.gather(checksum) == checksum).all())
+    if sizes is not None and not checks_values(target.device):
+        value_checks.check_same_targets((exchange.gather(checksum) == checksum).all())
         return sizes
     stated = torch.tensor([own_classes, *map(_as_integer, facts.values())], device=target.device)
     every = exchange.gather(torch.cat([stated, checksum.view(1)])).tolist()

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sigsoftmax.border import check_floating, check_tensor, is_dtensor
+from sigsoftmax.contract.signature import is_dtensor
 from sigsoftmax.distributed.exchange import Exchange, sum_gradients
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.losses.validation import check_floating, check_tensor
 from sigsoftmax.parameters import ParameterKind
 
 if TYPE_CHECKING:

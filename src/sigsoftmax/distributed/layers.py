@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sigsoftmax.border import is_dtensor
+from sigsoftmax.contract.signature import is_dtensor
 from sigsoftmax.distributed.exchange import Exchange
 from sigsoftmax.mixture import MixtureOutputLayer
 from sigsoftmax.modules import OutputLayer, buffer_name

@@ -11,32 +11,33 @@ Shapes: N tokens (the product of all leading dimensions), K components, V classe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack, overload
+from dataclasses import fields
+from typing import NamedTuple, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sigsoftmax.backends.shards import Shard
-from sigsoftmax.border import (
+from sigsoftmax.contract.operands import Operands
+from sigsoftmax.contract.problem import default_chunk_bytes, dtypes_of
+from sigsoftmax.contract.shard import Shard
+from sigsoftmax.contract.signature import autocast_dtype, is_dtensor, wants_gradient
+from sigsoftmax.contract.spec import (
     Function,
-    Product,
-    autocasts,
-    check_floating,
-    check_nonnegative,
-    check_prior,
-    check_tensor,
-    default_chunk_bytes,
-    is_dtensor,
-    log_prior,
-    needs_gradient,
+    LossSpec,
+    Reduction,
+    WeightGradient,
+    loss_spec,
+    member_of,
+    prior_of,
 )
 from sigsoftmax.distributed.agreement import agreed_sizes
 from sigsoftmax.distributed.classes import ClassShards, Head, own_head, own_probabilities, replicated
 from sigsoftmax.distributed.exchange import sum_gradients
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.functional import LinearLossOptions, MixtureLossOptions
-from sigsoftmax.loss import Extras, Loss, Reduction, WeightGradient
+from sigsoftmax.losses.op import Extras, loss
+from sigsoftmax.losses.validation import check_floating, check_prior, check_product, check_tensor
 from sigsoftmax.parameters import ParameterKind
 
 
@@ -96,28 +97,19 @@ def linear_cross_entropy(
     Every rank gets the same loss. Its backward must run on every rank; the gradient of ``input`` and of scalar
     parameters is then the whole one on every rank.
     """
-    return _parallel_loss(
-        input,
-        None,
-        linear_weight,
-        target,
-        function=function,
-        prior_function=None,
-        linear_bias=linear_bias,
-        weight=weight,
+    spec = loss_spec(
+        member=member_of(function)[0],
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
-        floor=0.0,
         z_loss=z_loss,
-        token_weights=token_weights,
-        chunk_bytes=chunk_bytes,
         weight_gradient=weight_gradient,
-        backend=backend,
+        chunk_bytes=chunk_bytes,
         extras=extras,
-        group=group,
-        shards=shards,
+        backend=backend,
     )
+    operands = Operands(input, linear_weight, linear_bias, None, target, weight, token_weights)
+    return _parallel_loss(spec, operands, Division(function, None, group, shards))
 
 
 @overload
@@ -172,120 +164,113 @@ def mixture_cross_entropy(
     ``prior_logits`` (..., K) is whole and the same on every rank, and so is its gradient.
     """
     check_floating("prior_logits", prior_logits)
-    return _parallel_loss(
-        input,
-        prior_logits,
-        linear_weight,
-        target,
-        function=function,
-        prior_function=prior_function,
-        linear_bias=linear_bias,
-        weight=weight,
+    prior = prior_of(function, prior_function)
+    spec = loss_spec(
+        member=member_of(function)[0],
+        prior=member_of(prior)[0],
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
-        floor=floor,
         z_loss=z_loss,
-        token_weights=token_weights,
-        chunk_bytes=chunk_bytes,
+        floor=floor,
         weight_gradient=weight_gradient,
-        backend=backend,
+        chunk_bytes=chunk_bytes,
         extras=extras,
-        group=group,
-        shards=shards,
+        backend=backend,
     )
+    operands = Operands(input, linear_weight, linear_bias, prior_logits, target, weight, token_weights)
+    return _parallel_loss(spec, operands, Division(function, prior, group, shards))
 
 
-def _parallel_loss(*arguments: Any, **options: Any) -> Tensor | tuple[Tensor, Extras]:
+class Division(NamedTuple):
+    """What a vocabulary-parallel loss has besides: its functions with their tensors, and who holds which classes."""
+
+    function: Function
+    prior: Function | None
+    group: dist.ProcessGroup | None
+    shards: ClassShards | None
+
+
+def _parallel_loss(spec: LossSpec, operands: Operands, division: Division) -> Tensor | tuple[Tensor, Extras]:
     if torch.compiler.is_compiling():
         # As a decorator it would import the compiler for everybody.
-        return torch.compiler.disable(_eager_loss)(*arguments, **options)
-    return _eager_loss(*arguments, **options)
+        return torch.compiler.disable(_eager_loss)(spec, operands, division)
+    return _eager_loss(spec, operands, division)
 
 
-def _eager_loss(
-    input: Tensor,
-    prior_logits: Tensor | None,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    function: Function,
-    prior_function: Function | None,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    group: dist.ProcessGroup | None,
-    shards: ClassShards | None,
-    floor: float,
-    token_weights: Tensor | None,
-    chunk_bytes: int | None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Extras]:
-    head = own_head(linear_weight, linear_bias, OutputFunction.parse(function), group, shards)
-    check_tensor("target", target)
-    is_dense = target.is_floating_point()
-    target = own_probabilities(target, head) if is_dense else replicated("target", target, head.mesh)
-    input = replicated("input", input, head.mesh)
-    if token_weights is not None:
-        token_weights = replicated("token_weights", token_weights, head.mesh)
-    if weight is not None and is_dtensor(weight):
-        raise ValueError("the class weights must be whole on every rank, got a DTensor; pass weight.full_tensor()")
-    components = prior_logits is not None
+def _eager_loss(spec: LossSpec, operands: Operands, division: Division) -> Tensor | tuple[Tensor, Extras]:
+    member = OutputFunction.parse(division.function)
+    head = own_head(operands.weight, operands.bias, member, division.group, division.shards)
+    wanted = [operands.bias is not None, *(wants_gradient(t) for t in (operands.weight, operands.bias))]
+    own_classes = operands.weight.shape[0] if head.sizes is None else head.sizes[head.exchange.rank]
     head = _with_a_class(head)
-    product = Product.of(input, head.weight_Vd, head.bias_V, components=components)
-    if prior_logits is not None:
-        prior_logits = replicated("prior_logits", prior_logits, head.mesh)
-        check_prior(input, prior_logits)
-    check_nonnegative("floor", floor)
-    chunk_bytes = default_chunk_bytes(chunk_bytes, input.device)
-
+    operands = _own_operands(operands, head)
     held = {key: value for key, value in head.member.given.items() if isinstance(value, Tensor)}
-    shared = {key: value for key, value in held.items() if head.member.kinds[key] is ParameterKind.SCALAR}
-    facts = {
-        "the shape of input": tuple(input.shape),
-        "the dtype of products": product.dtype,
-        "chunk_bytes": chunk_bytes,
-        "function": (head.member.name, sorted(head.member.given)),
-        "prior_function": str(prior_function),
-        "floor": float(floor),
-        "whether there is a bias": linear_bias is not None,
-        "which gradients are wanted": [
-            needs_gradient(t) for t in (input, linear_weight, linear_bias, prior_logits, token_weights, *held.values())
-        ],
-        "whether there are token_weights": token_weights is not None,
-        "whether there are class weights": weight is not None,
-        **{name: value for name, value in options.items() if name != "backend"},
-    }
-    own_classes = linear_weight.shape[0] if head.sizes is None else head.sizes[head.exchange.rank]
-    sizes = agreed_sizes(head.exchange, own_classes, head.sizes, facts, target)
+    facts = _facts(spec, operands, held, wanted)
+    sizes = agreed_sizes(head.exchange, own_classes, head.sizes, facts, operands.target)
     if not sum(sizes):
         raise ValueError("linear_weight has no classes on any rank; the dimension of classes must not be empty")
     shard = Shard(sizes=sizes, rank=head.exchange.rank, gather=head.exchange.gather)
-    if is_dense and shard.is_empty and target.shape[-1] == 0:
+    target = operands.target
+    if target.is_floating_point() and shard.is_empty and target.shape[-1] == 0:
         target = torch.cat([target, target.new_zeros(*target.shape[:-1], 1)], -1)
 
-    summed = sum_gradients(head.exchange, {"input": input, **shared})
+    shared = {key: value for key, value in held.items() if head.member.kinds[key] is ParameterKind.SCALAR}
+    summed = sum_gradients(head.exchange, {"input": operands.input, **shared})
     input = summed.pop("input")
-    member = head.member.with_parameters(**summed)
-    return Loss(
-        leading=product.leading,
-        num_classes=product.num_classes,
-        dtype=torch.float32 if autocasts(input) and product.dtype != torch.float64 else product.dtype,
-        product_dtype=product.dtype,
-        function=member,
-        target=target,
-        class_weight=weight,
-        token_weights=token_weights,
-        chunk_bytes=chunk_bytes,
-        device=input.device,
-        floor=floor,
-        shard=shard,
-        **options,
-    ).compute(
-        product.hidden(input),
-        head.weight_Vd,
-        head.bias_V,
-        None if prior_logits is None else product.flat(log_prior(prior_logits, member, prior_function)),
+    _, arguments = member_of(head.member.with_parameters(**summed))
+    prior_arguments = () if division.prior is None else member_of(division.prior)[1]
+    return loss(
+        spec,
+        operands._replace(
+            input=input, target=target, arguments=arguments, prior_arguments=prior_arguments, shard=shard
+        ),
     )
+
+
+def _own_operands(operands: Operands, head: Head) -> Operands:
+    """The operands as plain tensors: what is whole, and this rank's part of what is divided."""
+    check_tensor("target", operands.target)
+    is_dense = operands.target.is_floating_point()
+    target = own_probabilities(operands.target, head) if is_dense else replicated("target", operands.target, head.mesh)
+    input = replicated("input", operands.input, head.mesh)
+    token_weights, prior_logits = operands.token_weights, operands.prior_logits
+    if token_weights is not None:
+        token_weights = replicated("token_weights", token_weights, head.mesh)
+    if is_dtensor(operands.class_weight):
+        raise ValueError("the class weights must be whole on every rank, got a DTensor; pass weight.full_tensor()")
+    check_product(input, head.weight_Vd, head.bias_V, components=prior_logits is not None)
+    if prior_logits is not None:
+        prior_logits = replicated("prior_logits", prior_logits, head.mesh)
+        check_prior(input, prior_logits)
+    return Operands(input, head.weight_Vd, head.bias_V, prior_logits, target, operands.class_weight, token_weights)
+
+
+def _facts(spec: LossSpec, operands: Operands, held: dict[str, Tensor], weights: list[bool]) -> dict[str, object]:
+    """What all ranks must have in common, by the words for it in a message.
+
+    ``weights`` tells whether there is a bias, and whether weight and bias want a gradient.
+    """
+    input = operands.input
+    product_dtype, _ = dtypes_of(input.dtype, autocast_dtype(input.device), has_weight=True, is_loss=True)
+    options = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    for name in ("backend", "member", "prior"):
+        del options[name]
+    return {
+        "the shape of input": tuple(input.shape),
+        "the dtype of products": product_dtype,
+        "function": (spec.member.name, spec.member.values),
+        "prior_function": None if spec.prior is None else (spec.prior.name, spec.prior.values),
+        "whether there is a bias": weights[0],
+        "which gradients are wanted": [
+            *(wants_gradient(t) for t in (input, operands.prior_logits, operands.token_weights, *held.values())),
+            *weights[1:],
+        ],
+        "whether there are token_weights": operands.token_weights is not None,
+        "whether there are class weights": operands.class_weight is not None,
+        **options,
+        "chunk_bytes": default_chunk_bytes(spec.chunk_bytes, input.device),
+    }
 
 
 def _with_a_class(head: Head) -> Head:

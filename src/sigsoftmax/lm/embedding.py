@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.border import is_dtensor
+from sigsoftmax.contract.signature import is_dtensor
 from sigsoftmax.lm import kernels
 
 __all__ = ["dropped_embedding", "plain_embedding"]

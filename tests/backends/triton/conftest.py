@@ -3,7 +3,7 @@
 Triton has an interpreter that runs kernels on CPU tensors. It is chosen when kernels are defined, for a whole process,
 by TRITON_INTERPRET=1, while the tests around these want kernels that compile. So there are two kinds of files here:
 
-* ``test_rows``, ``test_columns``, ``test_losses``, ``test_plans``, ``test_smoothing``, ``test_stream``,
+* ``test_rows``, ``test_columns``, ``test_losses``, ``test_fused``, ``test_smoothing``, ``test_stream``,
   ``test_sharded``, ``test_tokens`` and ``test_intrinsics`` run kernels. On a machine with a GPU they run on it.
   Elsewhere they skip themselves, and ``test_interpreted`` runs each of them in a process of its own that has the
   variable set;
@@ -15,16 +15,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sigsoftmax import known_calls, validation
-
-if TYPE_CHECKING:
-    from sigsoftmax.backends.triton.plans import Plan
+from sigsoftmax.contract import signature
+from sigsoftmax.contract.operands import Operands
+from sigsoftmax.contract.problem import LossPath, LossResults
+from sigsoftmax.losses import lowering
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
@@ -41,6 +41,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return self.rewrite()(*arguments, **options)
 
     interpreter.InterpretedFunction.__call__ = _call
+
+    # The interpreter cuts a float32 off where a GPU rounds it to bfloat16.
+    _original_convert = interpreter._convert_float
+
+    def _convert(values: Any, given: Any, wanted: Any, rounding_mode: Any) -> Any:
+        if rounding_mode is None and (given.name, wanted.name) == ("fp32", "bf16"):
+            rounded = torch.from_numpy(values.reshape(-1).copy()).bfloat16()
+            return rounded.view(torch.int16).numpy().view("uint16").reshape(values.shape)
+        return _original_convert(values, given, wanted, rounding_mode)
+
+    interpreter._convert_float = _convert
 
 
 @pytest.fixture
@@ -60,18 +71,22 @@ def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """The plans by which losses were computed; none is known before."""
-    from sigsoftmax.backends.triton import plans
+def fused_paths(monkeypatch: pytest.MonkeyPatch) -> list[LossPath]:
+    """The fused paths by which losses were computed; no call was lowered before."""
+    from sigsoftmax.backends.triton.fused import FusedLoss
+    from sigsoftmax.backends.triton.fused_mixture import FusedMixture
 
-    used: list[Plan] = []
-    original = plans.loss_by
+    used: list[LossPath] = []
 
-    def loss_by(plan: Plan, *tensors: Tensor | None) -> Tensor:
-        used.append(plan)
-        return original(plan, *tensors)
+    def recording(original: Callable[..., LossResults]) -> Callable[..., LossResults]:
+        def compute(path: LossPath, operands: Operands, by_losses: Tensor | None = None) -> LossResults:
+            used.append(path)
+            return original(path, operands, by_losses)
 
-    monkeypatch.setattr(plans, "loss_by", loss_by)
-    monkeypatch.setattr(known_calls, "_known", {})
-    monkeypatch.setattr(validation, "wants_messages", lambda device: False)
+        return compute
+
+    for kind in (FusedLoss, FusedMixture):
+        monkeypatch.setattr(kind, "compute", recording(kind.compute))
+    monkeypatch.setattr(lowering, "_lowered", {})
+    monkeypatch.setattr(signature, "checks_values", lambda device: False)
     return used

@@ -21,6 +21,11 @@ import torch
 from torch import Tensor
 
 from sigsoftmax import OutputFunction
+from sigsoftmax.contract.operands import Operands
+from sigsoftmax.contract.problem import Problem, Refusal
+from sigsoftmax.contract.signature import signature_of
+from sigsoftmax.contract.spec import LossSpec, loss_spec, member_of
+from sigsoftmax.losses.validation import loss_problem
 
 triton = pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -75,6 +80,17 @@ def load_widths(kernel: Any) -> set[int]:
     return {int(count or 1) * int(bits) // 8 for count, bits in loads}
 
 
+def without_data(*shape: int, dtype: torch.dtype = torch.float32, learned: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=learned)
+
+
+def problem_of(operands: Operands, function: str = "sigsoftmax", **options: Any) -> Problem[LossSpec]:
+    """The loss that is specified so, validated; a mixture has the same function as its prior."""
+    member, _ = member_of(function)
+    spec = loss_spec(member=member, prior=None if operands.prior_logits is None else member, **options)
+    return loss_problem(spec, signature_of(operands))
+
+
 def row_launches(
     launches: list[Launch],
     function: OutputFunction,
@@ -89,8 +105,8 @@ def row_launches(
     stats: bool = True,
     gradient: bool = True,
 ) -> list[Launch]:
-    from sigsoftmax.backends.interface import RowCoefficients, RowStats
     from sigsoftmax.backends.triton.rows import TritonRows
+    from sigsoftmax.contract.rows import RowCoefficients, RowStats
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, device="meta")
@@ -175,22 +191,19 @@ def test_the_kernels_for_learned_arguments(per_class: bool, dense: int, launches
 
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
 def test_the_kernels_around_the_rows(is_weighted: bool, launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.chunks import LossOptions
-    from sigsoftmax.backends.sources import GivenLogits
-    from sigsoftmax.backends.triton import plain
+    from sigsoftmax.backends.triton import few_launches
 
-    logits = torch.empty(R, V, dtype=torch.bfloat16, device="meta")
-    function = OutputFunction("sigsoftmax")
-    plain.plain_loss(
-        GivenLogits(logits, torch.empty_like(logits)),
-        plain.TritonRows(function.form, function.arguments(), logits),
-        torch.empty(R, dtype=torch.int64, device="meta"),
-        torch.empty(V, device="meta") if is_weighted else None,
-        torch.empty(R, device="meta") if is_weighted else None,
-        LossOptions(z_loss=0.1 if is_weighted else 0.0),
-        is_mean=not is_weighted,
-        wants_gradient=True,
+    operands = Operands(
+        input=without_data(R, V, dtype=torch.bfloat16, learned=True),
+        target=without_data(R, dtype=torch.int64),
+        class_weight=without_data(V) if is_weighted else None,
+        token_weights=without_data(R) if is_weighted else None,
     )
+    options: dict[str, Any] = {"z_loss": 0.1, "reduction": "sum"} if is_weighted else {}
+    problem = problem_of(operands, **options)
+    assert few_launches.why_refused(problem) is None
+    with torch.no_grad():
+        few_launches.FewLaunchesLoss(problem).compute(operands)
     assert [launch.kernel.__name__ for launch in launches] == ["before_kernel", "rows_kernel", "after_kernel"]
     for launch in launches:
         assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
@@ -198,38 +211,22 @@ def test_the_kernels_around_the_rows(is_weighted: bool, launches: list[Launch], 
 
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
 def test_the_kernels_of_a_mixture(is_weighted: bool, launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.chunks import LossOptions
-    from sigsoftmax.backends.sources import LinearLogits
-    from sigsoftmax.backends.triton import mixtures, priors
+    from sigsoftmax.backends.triton import few_launches
 
     tokens, components, features, classes = 64, 15, 8, 1024
-    function = OutputFunction("sigsoftmax")
-    source = LinearLogits(
-        torch.empty(tokens, components, features, dtype=torch.bfloat16, device="meta"),
-        torch.empty(classes, features, dtype=torch.bfloat16, device="meta"),
-        None,
-        torch.bfloat16,
-        2**30,
-        needs_hidden=True,
-        needs_weight=True,
-        needs_bias=False,
+    operands = Operands(
+        input=without_data(tokens, components, features, dtype=torch.bfloat16, learned=True),
+        weight=without_data(classes, features, dtype=torch.bfloat16, learned=True),
+        prior_logits=without_data(tokens, components, learned=True),
+        target=without_data(tokens, dtype=torch.int64),
+        class_weight=without_data(classes) if is_weighted else None,
+        token_weights=without_data(tokens) if is_weighted else None,
     )
-    prior_logits = torch.empty(tokens, components, device="meta", requires_grad=True)
-    log_prior = priors.log_prior(prior_logits, function.form, (1.0, 1.0, 0.0))
-    mixtures.mixture_loss(
-        source,
-        function.form,
-        function.arguments(),
-        torch.empty(tokens, dtype=torch.int64, device="meta"),
-        log_prior.detach(),
-        torch.empty(classes, device="meta") if is_weighted else None,
-        torch.empty(tokens, device="meta") if is_weighted else None,
-        LossOptions(z_loss=0.1, floor=1e-8) if is_weighted else LossOptions(),
-        is_mean=not is_weighted,
-        wants_gradient=True,
-        needs_arguments=False,
-    )
-    log_prior.sum().backward()
+    options: dict[str, Any] = {"z_loss": 0.1, "floor": 1e-8, "reduction": "sum"} if is_weighted else {}
+    problem = problem_of(operands, chunk_bytes=2**30, **options)
+    assert few_launches.why_refused(problem) is None
+    with torch.no_grad():
+        few_launches.FewLaunchesLoss(problem).compute(operands)
     names = ["log_prior", "before", "rows", "mixture", "rows", "total", "log_prior"]
     assert [launch.kernel.__name__ for launch in launches] == [f"{name}_kernel" for name in names]
     for launch in launches:
@@ -243,18 +240,18 @@ def test_the_kernels_of_a_mixture(is_weighted: bool, launches: list[Launch], tmp
 def test_the_kernel_of_few_tokens(
     z_loss: float, smoothing: float, classes: int, function: str, launches: list[Launch], tmp_path: Path
 ) -> None:
-    from sigsoftmax.backends.triton import plans
+    from sigsoftmax.backends.triton import fused
 
-    member = OutputFunction(function)
-    hidden = torch.empty(1400, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    weight = torch.empty(classes, 8, dtype=torch.bfloat16, device="meta")
-    target = torch.empty(1400, dtype=torch.int64, device="meta")
-    options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": z_loss, "chunk_bytes": 2**30}
-    options |= {"dtype": torch.bfloat16, "product_dtype": torch.bfloat16}
-    options["label_smoothing"] = smoothing
-    plan = plans.plan_of(member.form, member.arguments(), hidden, weight, None, target, **options)
-    assert plan is not None
-    plan.compute(hidden.detach(), weight, None, target)
+    operands = Operands(
+        input=without_data(1400, 8, dtype=torch.bfloat16, learned=True),
+        weight=without_data(classes, 8, dtype=torch.bfloat16),
+        target=without_data(1400, dtype=torch.int64),
+    )
+    options: dict[str, Any] = {"z_loss": z_loss, "label_smoothing": smoothing, "chunk_bytes": 2**30}
+    path = fused.lower(problem_of(operands, function, **options))
+    assert not isinstance(path, Refusal)
+    with torch.no_grad():
+        path.compute(operands)
     (launch,) = launches
     kernel = compiled(launch)
     assert spilled_bytes(kernel, tmp_path) <= MOST_SPILLED
@@ -268,37 +265,31 @@ def test_the_kernel_of_few_tokens(
 def test_the_kernels_of_many_given_logits(
     z_loss: float, classes: int, dtype: torch.dtype, function: str, launches: list[Launch], tmp_path: Path
 ) -> None:
-    from sigsoftmax.backends.triton import plans
+    from sigsoftmax.backends.triton import fused
 
-    member = OutputFunction(function)
-    logits = torch.empty(8192, classes, dtype=dtype, device="meta", requires_grad=True)
-    target = torch.empty(8192, dtype=torch.int64, device="meta")
-    options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": z_loss, "chunk_bytes": 1}
-    options |= {"dtype": dtype, "product_dtype": dtype}
-    plan = plans.plan_of(member.form, member.arguments(), logits, None, None, target, **options)
-    assert plan is not None
-    plan.compute(logits.detach(), None, None, target)
+    operands = Operands(
+        input=without_data(8192, classes, dtype=dtype, learned=True), target=without_data(8192, dtype=torch.int64)
+    )
+    path = fused.lower(problem_of(operands, function, z_loss=z_loss, chunk_bytes=1))
+    assert not isinstance(path, Refusal)
+    with torch.no_grad():
+        path.compute(operands)
     assert [launch.kernel.__name__ for launch in launches] == ["stream_kernel", "finish_kernel"]
     # The memory of what threads spill would be in the cache where rows are to be.
     assert [spilled_bytes(compiled(launch), tmp_path) for launch in launches] == [0, 0]
 
 
 def test_the_kernels_of_a_mixture_over_few_tokens(launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.triton import mixture_plans
+    from sigsoftmax.backends.triton import fused_mixture
 
-    member = OutputFunction("sigsoftmax")
-    tensors = [
-        torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        for shape in ((64, 15, 8), (64, 15), (1024, 8), (1024,))
-    ]
-    target = torch.empty(64, dtype=torch.int64, device="meta")
-    function = (member.form, member.arguments())
-    options: dict[str, Any] = {"is_mean": True, "ignore_index": -100, "z_loss": 0.1, "floor": 1e-8}
-    memory: dict[str, Any] = {"chunk_bytes": 2**20, "weight_gradient": "buffered"}
-    memory |= {"dtype": torch.bfloat16, "product_dtype": torch.bfloat16}
-    plan = mixture_plans.plan_of(*function, *function, *tensors, target, **options, **memory)
-    assert plan is not None
-    plan.compute(*(tensor.detach() for tensor in tensors), target)
+    shapes = ((64, 15, 8), (64, 15), (1024, 8), (1024,))
+    hidden, prior, weight, bias = (without_data(*shape, dtype=torch.bfloat16, learned=True) for shape in shapes)
+    operands = Operands(hidden, weight, bias, prior, without_data(64, dtype=torch.int64))
+    options: dict[str, Any] = {"z_loss": 0.1, "floor": 1e-8, "chunk_bytes": 2**20, "weight_gradient": "buffered"}
+    path = fused_mixture.lower(problem_of(operands, **options))
+    assert not isinstance(path, Refusal)
+    with torch.no_grad():
+        path.compute(operands)
     names = [launch.kernel.__name__ for launch in launches]
     assert names == ["rows_kernel", "planned_mixture_kernel", "rows_kernel"] * 2
     for launch in launches:

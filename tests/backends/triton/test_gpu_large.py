@@ -40,8 +40,8 @@ def large_slab() -> Iterator[Tensor]:
 @pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss(k=0.2)"])
 def test_rows_beyond_two_to_the_31(name: str, large_slab: Tensor) -> None:
     from sigsoftmax.backends.blocked.any_form import FormRows
-    from sigsoftmax.backends.interface import RowCoefficients
     from sigsoftmax.backends.triton.rows import TritonRows
+    from sigsoftmax.contract.rows import RowCoefficients
 
     function = OutputFunction.parse(name)
     edge = 2**31 // LARGE_CLASSES
@@ -71,8 +71,8 @@ def test_rows_beyond_two_to_the_31(name: str, large_slab: Tensor) -> None:
 
 def test_sums_over_rows_beyond_two_to_the_31(large_slab: Tensor) -> None:
     """A shift of each class: the sum over all rows is the sum over two halves."""
-    from sigsoftmax.backends.interface import RowCoefficients
     from sigsoftmax.backends.triton.rows import TritonRows
+    from sigsoftmax.contract.rows import RowCoefficients
 
     c = torch.linspace(-1.0, 1.0, LARGE_CLASSES, device=DEVICE)
     function = OutputFunction("gss", k=torch.tensor(0.5, device=DEVICE), c=c)

@@ -13,7 +13,7 @@ from tests.interpreted import run_interpreted
     [
         "test_rows.py",
         "test_losses.py",
-        "test_plans.py",
+        "test_fused.py",
         "test_smoothing.py",
         "test_stream.py",
         "test_columns.py",

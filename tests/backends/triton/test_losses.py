@@ -18,9 +18,12 @@ from tests.tables import LEAST, by_label, frobenius_error, gradients
 from torch import Tensor
 
 import sigsoftmax
-from sigsoftmax import OutputFunction, known_calls, validation
-from sigsoftmax.backends import reference, sources
-from sigsoftmax.backends.triton import fixed, plans, priors
+from sigsoftmax import OutputFunction
+from sigsoftmax.backends import sources
+from sigsoftmax.backends.triton import fused, priors
+from sigsoftmax.contract import normalizing, signature
+from sigsoftmax.contract.spec import member_of
+from sigsoftmax.losses import lowering
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
@@ -78,17 +81,17 @@ def check(
     return found[0], found[1:]
 
 
-@pytest.fixture(params=["messages", "few launches", "few tokens"])
+@pytest.fixture(params=["messages", "few launches", "fused"])
 def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses without options have kernels of their own, unless bad targets are to be reported by a message.
+    """The common losses are computed in few launches, unless bad targets are to be reported by a message.
 
-    Those of few tokens have others still.
+    Those of few tokens have fused paths besides.
     """
-    monkeypatch.setattr(validation, "wants_messages", lambda device: request.param == "messages")
-    monkeypatch.setattr(known_calls, "_known", {})
+    monkeypatch.setattr(signature, "checks_values", lambda device: request.param == "messages")
+    monkeypatch.setattr(lowering, "_lowered", {})
     if request.param == "few launches":
-        monkeypatch.setattr(plans, "MOST_TOKENS", 0)
-        monkeypatch.setattr(plans, "MANY_TOKENS", 0)
+        monkeypatch.setattr(fused, "MOST_TOKENS", 0)
+        monkeypatch.setattr(fused, "MANY_TOKENS", 0)
 
 
 @pytest.fixture(params=[1, 16], ids=["", "aligned"])
@@ -249,10 +252,9 @@ def test_steep_slopes_in_float16() -> None:
 def test_a_prior_that_falls() -> None:
     z = torch.tensor([[-300.0, -1.0, 2.0], [5.0, -2e3, LEAST], [-1e30, -1e30, 1.0]], device=DEVICE)
     gss = OutputFunction("gss", k=-1.0)
-    values = fixed.fixed_values(gss.arguments())
-    assert values is not None
-    found = priors.log_prior(z, gss.form, values).cpu().double()
-    exact = reference.log_probs(z.cpu().double(), gss.form, gss.arguments())
+    spec, _ = member_of(gss)
+    found = priors.KernelPrior(spec, z).log_prior().cpu().double()
+    exact = normalizing.log_probs(z.cpu().double(), gss.form, gss.arguments())
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
 
 
@@ -422,7 +424,7 @@ def test_linear_cross_entropy(dtype: torch.dtype, options: dict[str, Any]) -> No
 @pytest.mark.parametrize("tokens", [N, 3 * N])
 def test_exact_sums_of_other_members(label: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are measured in ranges of classes, of which all that fit into the gradient's memory are kept."""
-    monkeypatch.setattr(validation, "wants_messages", lambda device: False)
+    monkeypatch.setattr(signature, "checks_values", lambda device: False)
     dtype = torch.float16
     inputs = [2.0 * torch.randn(tokens, D), torch.randn(V, D), 3.0 * torch.randn(V)]
     options = {"chunk_bytes": three_chunks(dtype), "weight_gradient": "exact", "z_loss": 0.01}
@@ -431,7 +433,7 @@ def test_exact_sums_of_other_members(label: str, tokens: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("height", [-6e4, 6e4])
 def test_ranges_of_classes_that_are_masked_or_far_apart(height: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "wants_messages", lambda device: False)
+    monkeypatch.setattr(signature, "checks_values", lambda device: False)
     bias = torch.randn(V)
     bias[:9] = LEAST
     bias[30:] = height
@@ -507,30 +509,28 @@ def test_the_loss_of_a_target_that_no_component_allows(floor: float) -> None:
 
 
 @pytest.mark.parametrize("label", ["softmax", "sigsoftmax", "gss(k=0)", "relu", "softcap(c=5)"])
-@pytest.mark.parametrize("shape", [(5, 15), (2, 3, 1), (0, 4), (700, 2)], ids=str)
-def test_log_priors(label: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(5, 15), (6, 1), (0, 4), (700, 2)], ids=str)
+def test_log_priors(label: str, shape: tuple[int, int]) -> None:
     function = by_label[label].make(shape[-1])
-    values = fixed.fixed_values(function.arguments())
-    assert values is not None
+    spec, _ = member_of(function)
+    assert priors.has_kernel(spec, shape[-1], torch.float32)
     logits = 3.0 * torch.randn(shape)
-    logits[..., :1, 0] = 40.0
+    logits[:1, 0] = 40.0
     if shape[-1] > 2:
-        logits[..., -1] = LEAST
+        logits[:, -1] = LEAST
     by_log_prior = torch.randn(shape)
 
-    def both(compute: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
+    def plainly(dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
         leaf = logits.to(device, dtype).requires_grad_()
-        found = compute(leaf)
+        found = normalizing.log_probs(leaf, function.form, function.arguments())
         (gradient,) = torch.autograd.grad(found, leaf, by_log_prior.to(device, found.dtype))
         return found.detach().cpu(), gradient.cpu()
 
-    def plainly(z: Tensor) -> Tensor:
-        return reference.log_probs(z, function.form, function.arguments())
-
-    truth = both(plainly, torch.float64, "cpu")
-    plain = both(plainly, torch.float32, DEVICE)
-    found = both(lambda z: priors.log_prior(z, function.form, values), torch.float32, DEVICE)
-    for actual, other, exact in zip(found, plain, truth, strict=True):
+    prior = priors.KernelPrior(spec, logits.to(DEVICE))
+    log_prior = prior.log_prior()
+    by_logits = prior.gradient(log_prior, by_log_prior.to(DEVICE))
+    truth, plain = plainly(torch.float64, "cpu"), plainly(torch.float32, DEVICE)
+    for actual, other, exact in zip((log_prior.cpu(), by_logits.cpu()), plain, truth, strict=True):
         masked = exact.isinf()
         assert torch.equal(actual.isinf(), masked)
         actual, other, exact = (t.masked_fill(masked, 0.0) for t in (actual, other, exact))
@@ -538,13 +538,20 @@ def test_log_priors(label: str, shape: tuple[int, ...]) -> None:
         assert frobenius_error(actual, exact) <= bound
 
 
-def test_a_second_derivative_of_the_prior_is_refused() -> None:
-    logits = torch.randn(3, 4, device=DEVICE, requires_grad=True)
-    function = OutputFunction("sigsoftmax")
-    values = fixed.fixed_values(function.arguments())
-    assert values is not None
-    total = priors.log_prior(logits, function.form, values).square().sum()
-    (gradient,) = torch.autograd.grad(total, logits, create_graph=True)
+@pytest.mark.usefixtures("_every_way")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_derivative_of_the_prior_is_refused(reduction: str) -> None:
+    logits = torch.randn(3, K, device=DEVICE, requires_grad=True)
+    loss = sigsoftmax.mixture_cross_entropy(
+        torch.randn(3, K, D, device=DEVICE),
+        logits,
+        torch.randn(V, D, device=DEVICE),
+        torch.randint(V, (3,), device=DEVICE),
+        function="sigsoftmax",
+        reduction=reduction,
+        backend="triton",
+    )
+    (gradient,) = torch.autograd.grad(loss.square().sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradient.sum().backward()
 

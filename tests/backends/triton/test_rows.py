@@ -19,12 +19,12 @@ from tests.backends.triton.device import DEVICE, IS_INTERPRETED
 from tests.tables import LEAST, MEMBERS, Member, by_label
 from torch import Tensor
 
-from sigsoftmax.backends import reference
 from sigsoftmax.backends.blocked.any_form import FormRows
-from sigsoftmax.backends.interface import FusedRowRoutines, RowCoefficients, RowStats
 from sigsoftmax.backends.triton import rows, scaling
 from sigsoftmax.backends.triton.rows import TritonRows
 from sigsoftmax.backends.triton.shapes import fast_shape
+from sigsoftmax.contract import normalizing
+from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowStats
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
@@ -311,7 +311,7 @@ def by_phi_sizes(problem: Problem, truth: Results) -> Tensor:
     size = problem.coefficients.normalizer.double().abs()
     if problem.z_slope is not None:
         size = size + (problem.z_slope * (truth.stats.offset + truth.stats.normalizer)).abs().nan_to_num(0.0, 0.0, 0.0)
-    total = size[:, None] * reference.log_probs(z, form, arguments_of(problem)).exp().nan_to_num(0.0)
+    total = size[:, None] * normalizing.log_probs(z, form, arguments_of(problem)).exp().nan_to_num(0.0)
     if problem.index is not None and problem.coefficients.target is not None:
         total.scatter_add_(-1, problem.index[:, None], problem.coefficients.target.double().abs()[:, None])
     if problem.dense is not None and problem.coefficients.dense is not None:

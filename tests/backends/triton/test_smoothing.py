@@ -1,4 +1,4 @@
-"""Label smoothing of losses that have a plan, against the reference in float64.
+"""Label smoothing of fused losses, against the reference in float64.
 
 Shapes: N tokens, V classes, d features.
 """
@@ -10,51 +10,51 @@ from typing import Any
 import pytest
 import torch
 from tests.backends.triton.device import DEVICE
+from tests.backends.triton.test_fused import D, N, V, every_dtype, target
 from tests.backends.triton.test_losses import check, cross_entropy, linear
-from tests.backends.triton.test_plans import D, N, V, every_dtype, target
 from tests.tables import gradients
 from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
 from sigsoftmax.backends import sources
-from sigsoftmax.backends.triton import plans
+from sigsoftmax.contract.problem import LossPath
 
 SMOOTH: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing": 0.1},
     "all smoothing": {"label_smoothing": 1.0, "reduction": "sum", "z_loss": 0.05},
 }
-pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan", "planned")
+pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan", "fused_paths")
 
 
 @every_dtype
 @pytest.mark.parametrize("options", SMOOTH.values(), ids=SMOOTH)
 @pytest.mark.parametrize("member", ["softmax(alpha=1.5)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
-def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planned: list[plans.Plan]) -> None:
+def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, fused_paths: list[LossPath]) -> None:
     def loss(logits: Tensor, function: OutputFunction, **options: Any) -> Any:
         return cross_entropy(logits, function=member, **options)
 
     check(loss, [3.0 * torch.randn(N, V)], dtype, target=target(), **options)
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
 @every_dtype
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("classes", [V, V + 1])
 def test_products_with_smoothing(
-    classes: int, alignment: int, dtype: torch.dtype, planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch
+    classes: int, alignment: int, dtype: torch.dtype, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masked logits that fill up a row are no classes."""
     monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
     inputs = [3.0 * torch.randn(N, D), torch.randn(classes, D), torch.randn(classes)]
     check(linear, inputs, dtype, target=target(), label_smoothing=0.2, z_loss=0.01)
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("classes", [512, 1000, 5000])
 @pytest.mark.parametrize("member", ["softmax(alpha=0.7)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
-def test_smoothing_of_every_class(member: str, classes: int, dtype: torch.dtype, planned: list[plans.Plan]) -> None:
+def test_smoothing_of_every_class(member: str, classes: int, dtype: torch.dtype, fused_paths: list[LossPath]) -> None:
     """Class by class, for rows that go all ways there are: peaks, far below the bend, high above it, far from zero."""
     heights = torch.tensor([0.0, 5.0, -30.0, 15.0, 30.0, 900.0, -900.0])[:, None]
     logits = heights + 2.0 * torch.randn(len(heights), classes)
@@ -76,12 +76,12 @@ def test_smoothing_of_every_class(member: str, classes: int, dtype: torch.dtype,
     if dtype == torch.float16:
         even = max(even, float(torch.finfo(dtype).tiny))
     assert ((found.cpu().double() - right).abs() <= tolerance * (right.abs() + even)).all()
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_smoothing_over_a_masked_class(dtype: torch.dtype, function: str, planned: list[plans.Plan]) -> None:
+def test_smoothing_over_a_masked_class(dtype: torch.dtype, function: str, fused_paths: list[LossPath]) -> None:
     logits = torch.randn(N, V).to(dtype)
     tolerance = {"rtol": 1e-5 if dtype == torch.float32 else 0.01, "atol": 1e-6}
     logits[2, 5] = -torch.inf
@@ -99,4 +99,4 @@ def test_smoothing_over_a_masked_class(dtype: torch.dtype, function: str, planne
         torch.testing.assert_close(loss.cpu().double(), expected, **tolerance)
     right = gradients(expected, [exact])[0].nan_to_num(nan=0.0)
     torch.testing.assert_close(gradients(loss, [leaf])[0].cpu().double(), right, **tolerance)
-    assert len(planned) == 2
+    assert len(fused_paths) == 2

@@ -59,7 +59,7 @@ INTERPRETER = ("IS_INTERPRETED", "TRITON_INTERPRET")
 """names by which a file can ask whether kernels are interpreted"""
 ASKING = {
     "backends/triton/intrinsics.py": "has a stand-in for every operation that the interpreter lacks",
-    "backends/dispatch.py": "lets kernels take tensors on a CPU; no kernel depends on it",
+    "backends/triton/lowering.py": "lets kernels take tensors on a CPU; no kernel depends on it",
     "lm/kernels/__init__.py": "lets kernels take tensors on a CPU; no kernel depends on it",
 }
 

@@ -14,7 +14,7 @@ from tests.tables import gradients
 from torch import Tensor
 
 import sigsoftmax
-from sigsoftmax.backends.triton import plan_kernels, plans, rows, stream
+from sigsoftmax.backends.triton import fused, plan_kernels, rows, stream
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.shapes import FastShape
 
@@ -23,7 +23,7 @@ CLASSES = [4 * LANES, 4 * LANES + 8, 1000, 8 * LANES, 5000]
 """one group of four tiles, one and a little, and several"""
 HEIGHTS = torch.tensor([0.0, 3.0, 5.0, -30.0, 15.0, 30.0, 900.0, -900.0])
 """of rows: by the formulas for easy ones, below and above where these hold, and far from zero"""
-pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan", "planned")
+pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan", "fused_paths")
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
@@ -34,8 +34,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     original = Launch.__call__
 
     def call(self: Launch, *tensors: Tensor) -> None:
-        is_plan = self.kernel in (plan_kernels.loss_kernel, plan_kernels.stream_kernel)
-        if is_plan or "IS_STREAM" in self.constants:
+        is_fused = self.kernel in (plan_kernels.loss_kernel, plan_kernels.stream_kernel)
+        if is_fused or "IS_STREAM" in self.constants:
             found.append(self.constants.get("IS_STREAM", self.kernel is plan_kernels.stream_kernel))
         original(self, *tensors)
 
@@ -44,7 +44,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     def shape(*row: Any, **launches: bool) -> FastShape:
         return FastShape(LANES, 4, 1)
 
-    for module in (plans, rows):
+    for module in (fused, rows):
         monkeypatch.setattr(module, "fast_shape", shape)
     monkeypatch.setattr(stream, "stream_shape", shape)
     return found
@@ -109,7 +109,7 @@ def test_rows_that_do_not_count(z_loss: float, function: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_rows_that_several_programs_finish(reduction: str, launched: list[bool]) -> None:
-    tokens = 2 * plans.FINISHED_ROWS + 5
+    tokens = 2 * fused.FINISHED_ROWS + 5
     logits = (2.0 * torch.randn(tokens, 4 * LANES)).bfloat16()
     y = torch.randint(4 * LANES, (tokens,))
     y[7::50] = -100
@@ -130,7 +130,7 @@ def test_the_mean_of_no_token(launched: list[bool]) -> None:
 @every_dtype
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
-def test_losses_without_a_plan(function: str, classes: int, dtype: torch.dtype, launched: list[bool]) -> None:
+def test_losses_that_are_not_fused(function: str, classes: int, dtype: torch.dtype, launched: list[bool]) -> None:
     logits = some_logits(classes, dtype)
     y = torch.randint(classes, logits.shape[:1])
     y[1] = -100
@@ -143,7 +143,7 @@ def test_losses_without_a_plan(function: str, classes: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
 def test_gradients_in_place(function: str, launched: list[bool]) -> None:
-    """A slab of logits becomes its gradient; not by a plan, which reads targets after that."""
+    """A slab of logits becomes its gradient; not by a fused path, which reads targets after that."""
     hidden, weight, y = torch.randn(11, 8), torch.randn(1024, 8), torch.randint(1024, (11,))
     token_weights = torch.rand(11)
     found: dict[str, list[Tensor]] = {}
@@ -163,11 +163,11 @@ def test_gradients_in_place(function: str, launched: list[bool]) -> None:
 
 
 @every_dtype
-@pytest.mark.parametrize("has_plan", [True, False])
-def test_logits_at_a_misaligned_address(has_plan: bool, dtype: torch.dtype, launched: list[bool]) -> None:
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_logits_at_a_misaligned_address(is_fused: bool, dtype: torch.dtype, launched: list[bool]) -> None:
     memory = torch.randn(6 * 1000 + 4).to(DEVICE, dtype)
     y = torch.randint(1000, (6,), device=DEVICE)
-    options = {} if has_plan else {"token_weights": torch.rand(6, device=DEVICE), "reduction": "sum"}
+    options = {} if is_fused else {"token_weights": torch.rand(6, device=DEVICE), "reduction": "sum"}
     results = []
     for begin in (4, 0, 4):
         if not begin:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.blocked.logistic import LogisticRows, SigsoftmaxRows, SoftmaxRows
-from sigsoftmax.backends.interface import RowRoutines
-from sigsoftmax.backends.reference import constant
+from sigsoftmax.contract.normalizing import constant
+from sigsoftmax.contract.rows import RowRoutines
 from sigsoftmax.forms import LOGISTIC, Form
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends import reference
-from sigsoftmax.backends.interface import RowCoefficients, RowStats
+from sigsoftmax.contract import normalizing, tokens
+from sigsoftmax.contract.rows import RowCoefficients, RowStats, compute_dtype
 from sigsoftmax.forms import Form
 from sigsoftmax.parameters import ParameterKind, kind_of
 
@@ -30,19 +30,19 @@ class FormRows:
         self, form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool = False
     ) -> None:
         self.form = form
-        self.dtype = reference.compute_dtype(logits_like.dtype)
+        self.dtype = compute_dtype(logits_like.dtype)
         like = logits_like.new_empty(0, dtype=self.dtype)
-        self.arguments = reference.arguments_like(like, form, [a.detach() for a in arguments])
+        self.arguments = normalizing.arguments_like(like, form, [a.detach() for a in arguments])
         self.kinds = [kind_of(a) for a in arguments]
-        self.properties = form.properties([reference.constant(a) for a in arguments])
+        self.properties = form.properties([normalizing.constant(a) for a in arguments])
         self.is_increasing = self.properties.is_increasing is True
         self.needs_arguments = needs_arguments
         self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
         self._argument_sums = [like.new_zeros(a.shape) for a in self.arguments]
-        self._rows: reference.Rows | None = None
+        self._rows: normalizing.Rows | None = None
 
-    def rows(self, logits_RV: Tensor) -> reference.Rows:
-        return reference.rows(logits_RV, self.form, self.arguments, is_increasing=self.is_increasing)
+    def rows(self, logits_RV: Tensor) -> normalizing.Rows:
+        return normalizing.rows(logits_RV, self.form, self.arguments, is_increasing=self.is_increasing)
 
     def stats(
         self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
@@ -56,7 +56,7 @@ class FormRows:
             None if index_R is None else relative.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
             None if dense is None else rows.weighted(dense),
             relative.argmax(-1) if argmax else None,
-            reference.entropy(rows.log_probs) if entropy else None,
+            tokens.entropy(rows.log_probs) if entropy else None,
         )
 
     def gradient(
@@ -81,7 +81,7 @@ class FormRows:
 
     def backpropagate(self, logits_RV: Tensor, by_phi_RV: Tensor, out_RV: Tensor) -> None:
         """From dL/dphi of every element to dL/dz and the arguments; a mask has slope 1 and no parameters."""
-        z, masked, anchor = reference.anchored(
+        z, masked, anchor = normalizing.anchored(
             logits_RV.to(self.dtype), self.form, self.arguments, is_increasing=self.is_increasing
         )
         slope = self.form.slope(z, *self.arguments)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends import reference
 from sigsoftmax.backends.blocked.any_form import FormRows, block_rows
-from sigsoftmax.backends.interface import RowCoefficients, RowRoutines, RowStats
+from sigsoftmax.contract import tokens
+from sigsoftmax.contract.rows import MASK, RowCoefficients, RowRoutines, RowStats, compute_dtype
 from sigsoftmax.forms import LOGISTIC
 from sigsoftmax.parameters import ParameterKind
 
@@ -32,7 +32,7 @@ class _FastRows(ABC):
     """Work buffers, the target's logit, and the routines to turn to when a block does not suit."""
 
     def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor, slower: RowRoutines) -> None:
-        self.dtype = reference.compute_dtype(logits_like.dtype)
+        self.dtype = compute_dtype(logits_like.dtype)
         self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
         self.slower = slower
         self._turned_to_slower = False
@@ -94,7 +94,7 @@ def _add_at_target(
 ) -> None:
     """out at the target = its probability's part + slope * dL/ds, added before out's dtype rounds it."""
     assert coefficients.target is not None
-    masked = z_y_R1 == reference.MASK
+    masked = z_y_R1 == MASK
     slope_R1 = slope_R1.masked_fill_(masked, 1.0)
     out_RV.scatter_(-1, index_R1, (values_RV + slope_R1 * coefficients.target.unsqueeze(-1)).to(out_RV.dtype))
 
@@ -113,7 +113,7 @@ class SoftmaxRows(_FastRows):
             return None
         z = self._in_compute_dtype(logits_RV)
         anchor = z.amax(-1, keepdim=True)
-        if anchor.numel() and bool(anchor.amin() == reference.MASK):
+        if anchor.numel() and bool(anchor.amin() == MASK):
             # softmax would be NaN in a row without classes, which other processes may have.
             return None
         p = self._p = self._buffer("p", z)
@@ -177,7 +177,7 @@ class SigsoftmaxRows(_FastRows):
         self, z: Tensor, anchor: Tensor, height: Tensor, index_R: Tensor | None, argmax: bool
     ) -> RowStats | None:
         """Some row lies left of the bend: there the sigmoid is a p / (a p + p_m), a = e^(m - c)."""
-        if bool((anchor == reference.MASK).any()):
+        if bool((anchor == MASK).any()):
             return None
         p = torch.softmax(z, -1, out=self._buffer("p", z))
         largest = p.amax(-1, keepdim=True)
@@ -190,7 +190,7 @@ class SigsoftmaxRows(_FastRows):
         if index_R is not None:
             z_y = self._z_y = z.gather(-1, index_R.unsqueeze(-1))
             arguments = [a.new_tensor(v, dtype=self.dtype) for a, v in zip((z,) * 3, (1.0, 1.0, self.c), strict=True)]
-            masked = z_y == reference.MASK
+            masked = z_y == MASK
             relative, _ = LOGISTIC.relative(torch.where(masked, anchor, z_y), anchor, *arguments)
             target = torch.where(masked, z_y, relative).squeeze(-1)
         return self._finish(z, p, ratio, largest, anchor, target, argmax)
@@ -277,7 +277,7 @@ class LogisticRows(_FastRows):
             None if index_R is None else relative.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
             None if dense is None else self._dense_sum(relative, dense),
             relative.argmax(-1) if argmax else None,
-            reference.entropy(relative - normalizer) if entropy else None,
+            tokens.entropy(relative - normalizer) if entropy else None,
         )
 
     def _dense_sum(self, relative: Tensor, dense: Tensor) -> Tensor:

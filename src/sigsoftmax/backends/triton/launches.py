@@ -3,6 +3,9 @@
 Triton binds and specialises all arguments in every launch, compares every global constant of the kernel with what it
 was, and asks the driver what each pointer points to. Here a compiled kernel is found by what its code depends on, and
 gets addresses.
+
+That a compiled kernel can be run so is not public in Triton. It is done with the versions it was seen to work with
+(:data:`SEEN`); with any other, launches are Triton's own, which take the host longer and compute the same.
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ import torch
 import triton
 from torch import Tensor
 
+from sigsoftmax import torch_internals
+
+SEEN = ("3.6",)
+"""versions of Triton whose compiled kernels were run by their addresses on a GPU"""
 ALIGNMENT = 16
 """bytes; Triton compiles a kernel anew where a pointer is not a multiple"""
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -73,7 +80,7 @@ def _launch(
     constants: dict[str, Any],
     options: dict[str, Any],
 ) -> tuple[Any, bool]:
-    """The compiled kernel (None by the interpreter), and whether all pointers are aligned."""
+    """The compiled kernel (None where it is not run by its address), and whether all pointers are aligned."""
     device = tensors[0].get_device()
     pointers = [tensor.data_ptr() for tensor in tensors]
     alignments = [pointer % ALIGNMENT == 0 for pointer in pointers]
@@ -96,13 +103,21 @@ def _launch(
     with torch.cuda.device(device):
         compiled = kernel[(programs,)](*tensors, *numbers, **constants, **options)
     # The interpreter compiles nothing.
-    if compiled is not None:
-        _compiled[key] = compiled
+    if compiled is None or not runs_by_address():
+        return None, False
+    _compiled[key] = compiled
     return compiled, all(alignments)
 
 
+def runs_by_address() -> bool:
+    """Whether compiled kernels are run by their addresses, which is not public in Triton and torch."""
+    is_seen = triton.__version__.startswith(tuple(f"{version}." for version in SEEN))
+    return is_seen and torch_internals.current_raw_stream is not None
+
+
 def _run(compiled: Any, programs: int, device: int, pointers: Sequence[int], arguments: Sequence[Any]) -> None:
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    assert torch_internals.current_raw_stream is not None
+    stream = torch_internals.current_raw_stream(device)
     compiled.run(
         *(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None),
         *pointers,

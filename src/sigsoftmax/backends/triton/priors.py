@@ -5,21 +5,23 @@ Shapes: N tokens, K components.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sigsoftmax.backends.gradients import not_differentiable_again
+from sigsoftmax.backends.loss_path import Prior
 from sigsoftmax.backends.triton import forms
 from sigsoftmax.backends.triton.launches import launch
+from sigsoftmax.contract.spec import MemberSpec
 from sigsoftmax.forms import Form
 
 MOST_COMPONENTS = 256
 TILE = 1024
 """numbers that a program holds"""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -116,34 +118,29 @@ def _launch(
     )
 
 
-class _LogPrior(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_NK: Tensor, form: Form, values: tuple[float, ...]) -> Tensor:
-        out_NK = torch.empty(logits_NK.shape, dtype=torch.float32, device=logits_NK.device)
-        _launch(logits_NK, out_NK, out_NK, out_NK, form, values, is_backward=False)
-        ctx.save_for_backward(logits_NK, out_NK)
-        ctx.form, ctx.values = form, values
+class KernelPrior(Prior):
+    """The prior of a mixture with at most :data:`MOST_COMPONENTS` components, whose output function is fixed."""
+
+    def __init__(self, spec: MemberSpec, logits_NK: Tensor) -> None:
+        self.form, self.values = spec.form, cast("tuple[float, ...]", spec.numbers)
+        self.logits_NK = logits_NK.contiguous().resolve_neg()
+
+    def log_prior(self) -> Tensor:
+        out_NK = torch.empty(self.logits_NK.shape, dtype=torch.float32, device=self.logits_NK.device)
+        _launch(self.logits_NK, out_NK, out_NK, out_NK, self.form, self.values, is_backward=False)
         return out_NK
 
-    @staticmethod
-    def backward(ctx: Any, *by_outputs: Tensor) -> tuple[Tensor | None, None, None]:
-        logits_NK, log_prior_NK = ctx.saved_tensors
-        by_log_prior = by_outputs[0]
-        by_logits_NK = torch.empty_like(logits_NK)
-        _launch(
-            logits_NK,
-            log_prior_NK,
-            by_log_prior.contiguous(),
-            by_logits_NK,
-            ctx.form,
-            ctx.values,
-            is_backward=True,
-        )
-        (by_logits,) = not_differentiable_again((by_logits_NK,), (by_log_prior, logits_NK))
-        return by_logits, None, None
+    def gradient(self, log_prior_NK: Tensor, by_log_prior_NK: Tensor) -> Tensor:
+        by_logits_NK = torch.empty_like(self.logits_NK)
+        given = by_log_prior_NK.contiguous()
+        _launch(self.logits_NK, log_prior_NK, given, by_logits_NK, self.form, self.values, is_backward=True)
+        return by_logits_NK
+
+    def argument_gradients(self) -> list[Tensor]:
+        return []
 
 
-def log_prior(prior_logits: Tensor, form: Form, values: tuple[float, ...]) -> Tensor:
-    """Log-probabilities over the last dimension, at most :data:`MOST_COMPONENTS`, in float32; ``values`` are fixed."""
-    flat_NK = prior_logits.reshape(-1, prior_logits.shape[-1]).contiguous().resolve_neg()
-    return _LogPrior.apply(flat_NK, form, values).view(prior_logits.shape)
+def has_kernel(spec: MemberSpec, components: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel computes the log-probabilities of so many components."""
+    is_known = spec.is_fixed and spec.form.name in forms.CODES
+    return is_known and components <= MOST_COMPONENTS and dtype in DTYPES

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends.class_walk import ClassWalk
-from sigsoftmax.backends.interface import RowCoefficients, RowStats
 from sigsoftmax.backends.triton import forms
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.range_kernels import add_kernel
 from sigsoftmax.backends.triton.rows import TritonRows
+from sigsoftmax.contract.rows import RowCoefficients, RowStats
 
 BLOCK = 256
 """rows that a program adds"""

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.interface import RowCoefficients, RowStats
-from sigsoftmax.backends.reference import constant, finite, scaled
 from sigsoftmax.backends.triton import fast_rows, forms, general, stream
-from sigsoftmax.backends.triton.fixed import is_sigsoftmax, is_softmax
 from sigsoftmax.backends.triton.launches import Launch, launch
 from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors, stagger
+from sigsoftmax.contract import normalizing
+from sigsoftmax.contract.normalizing import constant
+from sigsoftmax.contract.rows import RowCoefficients, RowStats
+from sigsoftmax.contract.tokens import with_z_slopes
 from sigsoftmax.forms import Form
+from sigsoftmax.parameters import ParameterKind, kind_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,11 +58,13 @@ class TritonRows:
             None if v is not None else a.to(self.device).contiguous()
             for a, v in zip(self.arguments, self.values, strict=True)
         ]
-        self.per_class = len(self.arguments) == 3 and self.arguments[2].ndim == 1
+        self.per_class = len(self.arguments) == 3 and kind_of(self.arguments[2]) is ParameterKind.PER_CLASS
         self.centre = self.pointers[2].float().mean() if self.per_class and self.pointers[2] is not None else None
-        self.is_increasing = form.is_increasing(self.values)
-        self.is_sigsoftmax = is_sigsoftmax(form, self.values)
-        self.is_fast = (is_softmax(form, self.values) or self.is_sigsoftmax) and not needs_arguments
+        properties = form.properties(self.values)
+        self.is_increasing = properties.is_increasing is True
+        self.is_sigsoftmax = properties.is_sigsoftmax is True
+        # The kernels of softmax start from the highest logit of a row and multiply gaps, which may be infinite.
+        self.is_fast = (properties.is_softmax is True or self.is_sigsoftmax) and not needs_arguments
         self._sums: list[Tensor] = []
         if needs_arguments:
             self._sums = [torch.zeros(a.shape, dtype=torch.float32, device=self.device) for a in self.arguments]
@@ -206,9 +210,7 @@ class TritonRows:
     def _argmax(self, logits_RV: Tensor) -> Tensor:
         if self.is_increasing and not self.per_class:
             return logits_RV.argmax(-1)
-        from sigsoftmax.backends import reference
-
-        return reference.rows(logits_RV, self.form, self.arguments).relative.argmax(-1)
+        return normalizing.rows(logits_RV, self.form, self.arguments).relative.argmax(-1)
 
     def _launch_fast(
         self,
@@ -310,10 +312,8 @@ class TritonRows:
             # The sums over rows need the logits and all rows' statistics, so the gradient has to wait for both.
             self._launch_general(logits_RV, index_R, dense, stats, None, None, None, True, 0)
             assert coefficients is not None
-            if z_slope_R is not None:
-                slope = scaled(finite(stats.offset) + stats.normalizer, z_slope_R)
-                coefficients = coefficients._replace(normalizer=coefficients.normalizer + slope)
-                z_slope_R = None
+            by_normalizer = with_z_slopes(coefficients.normalizer, stats, z_slope_R)
+            coefficients, z_slope_R = coefficients._replace(normalizer=by_normalizer), None
             measure = False
         if wants_arguments and self.per_class:
             assert coefficients is not None

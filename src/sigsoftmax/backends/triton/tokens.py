@@ -1,4 +1,4 @@
-"""The arithmetic of tokens for the device: what ``chunks`` computes for torch, on a few numbers per row.
+"""The arithmetic of tokens for the device: what ``contract.tokens`` computes in torch, on a few numbers per row.
 
 Every kernel that finishes a loss calls these functions and has no formula of its own for class weights, reductions,
 z-loss, label smoothing or mixtures. They are inlined, take blocks of any shape, and touch no memory.

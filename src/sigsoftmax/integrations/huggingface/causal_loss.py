@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigsoftmax import functional
-from sigsoftmax.border import Function, check_nonnegative
-from sigsoftmax.loss import Reduction, WeightGradient
+from sigsoftmax.contract.spec import Function, Reduction, WeightGradient, check_nonnegative
 
 KeepLogits = Literal["eval", "always", "never"]
 Count = Tensor | int | None

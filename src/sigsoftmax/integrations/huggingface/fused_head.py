@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigsoftmax import functional
-from sigsoftmax.backends.reference import compute_dtype
-from sigsoftmax.border import default_chunk_bytes
+from sigsoftmax.contract.problem import default_chunk_bytes
+from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.integrations.huggingface.causal_loss import (
     Count,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sigsoftmax import family
-from sigsoftmax.backends.reference import MASK, compute_dtype
-from sigsoftmax.border import Function
+from sigsoftmax.contract.rows import MASK, compute_dtype
+from sigsoftmax.contract.spec import Function
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.modules import FunctionModule
 from sigsoftmax.parameters import ParameterKind

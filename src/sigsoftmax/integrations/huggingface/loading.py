@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sigsoftmax.border import Function
+from sigsoftmax.contract.spec import Function
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.integrations.huggingface import adapters, checkpoints
 from sigsoftmax.integrations.huggingface.patched_model import is_patched, patched_class

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from sigsoftmax.border import Function
+from sigsoftmax.contract.spec import Function
 from sigsoftmax.integrations.huggingface.head_function import transformed
 from sigsoftmax.modules import FunctionModule
 

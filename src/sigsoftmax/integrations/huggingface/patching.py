@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sigsoftmax.border import Function
+from sigsoftmax.contract.spec import Function, WeightGradient
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.integrations.huggingface import adapters, checkpoints
 from sigsoftmax.integrations.huggingface.causal_loss import KeepLogits, LossOptions
@@ -28,7 +28,6 @@ from sigsoftmax.integrations.huggingface.patched_model import (
     patched_class,
     warn_of_stored_logits,
 )
-from sigsoftmax.loss import WeightGradient
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -12,7 +12,7 @@ import os
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.dispatch import has_kernels, has_triton
+from sigsoftmax.contract.devices import has_kernels, has_triton
 
 __all__ = ["run_on"]
 

@@ -1,4 +1,4 @@
-"""Checks of values: what was expected, what came, what to do. Shapes and dtypes are checked in ``functional``.
+"""Checks of values: what was expected, what came, what to do. Shapes and dtypes are checked in ``losses.validation``.
 
 On a CPU values are always checked. On a GPU a check that reads a value back would stop the stream, so there the same
 conditions are device-side asserts; the environment variable SIGSOFTMAX_CHECK=1 brings the full messages.
@@ -6,24 +6,21 @@ conditions are device-side asserts; the environment variable SIGSOFTMAX_CHECK=1 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-
-def wants_messages(device: torch.device) -> bool:
-    """Whether a bad value is reported by its message, rather than by an assert on the device."""
-    return device.type == "cpu" or os.environ.get("SIGSOFTMAX_CHECK") == "1"
+from sigsoftmax.contract import signature
+from sigsoftmax.torch_internals import assert_on_device
 
 
 def _require(condition: Tensor, message: Callable[[], str]) -> None:
-    if wants_messages(condition.device):
+    if signature.checks_values(condition.device):
         if not bool(condition):
             raise ValueError(message())
     elif condition.device.type == "cuda":
-        torch._assert_async(condition)
+        assert_on_device(condition)
 
 
 def check_target(target: Tensor, num_classes: int, ignore_index: int) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.tables import every_backend
 
 import sigsoftmax
-from sigsoftmax import validation
+from sigsoftmax.contract import value_checks
 
 N, K, V, D = 3, 2, 5, 4
 Call = Callable[..., Any]
@@ -328,9 +328,9 @@ def test_full_messages_on_other_devices_are_asked_for_by_the_environment(monkeyp
     """Off the CPU a value is not read back, unless the environment says so."""
     condition = torch.zeros((), dtype=torch.bool)
     with pytest.raises(ValueError, match="the message"):
-        validation._require(condition, lambda: "the message")
+        value_checks._require(condition, lambda: "the message")
     elsewhere = torch.zeros((), dtype=torch.bool, device="meta")
     monkeypatch.delenv("SIGSOFTMAX_CHECK", raising=False)
     read: list[str] = []
-    validation._require(elsewhere, lambda: read.append("message") or "the message")
+    value_checks._require(elsewhere, lambda: read.append("message") or "the message")
     assert read == []

@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+
+MASK = float("-inf")
+"""the logit of a class that is left out"""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of all arithmetic but the matrix products: float32, and float64 for float64 input."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class RowStats(NamedTuple):

@@ -1,4 +1,4 @@
-"""Losses of few tokens: every call by a plan, against the reference in float64, and calls that have none.
+"""Losses by fused paths, against the reference in float64, and calls that no fused path computes.
 
 Shapes: N tokens, K components, V classes, d features.
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 import sigsoftmax
 from sigsoftmax import OutputFunction
 from sigsoftmax.backends import sources
-from sigsoftmax.backends.triton import plans
+from sigsoftmax.backends.triton import fused
+from sigsoftmax.contract.problem import LossPath
 
 N, K, V, D = 7, 3, 48, 5
 """V is a multiple of what rows are aligned to."""
@@ -30,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan", "planned")
+pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan", "fused_paths")
 
 
 def target() -> Tensor:
@@ -46,7 +47,7 @@ def target() -> Tensor:
 @every_dtype
 @every_option
 @pytest.mark.parametrize("member", ["softmax(alpha=1.5)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
-def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planned: list[plans.Plan]) -> None:
+def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, fused_paths: list[LossPath]) -> None:
     y = target()
     if "ignore_index" in options:
         y[y == -100] = 3
@@ -55,25 +56,25 @@ def test_logits(member: str, options: dict[str, Any], dtype: torch.dtype, planne
         return cross_entropy(logits, function=member, **options)
 
     check(loss, [3.0 * torch.randn(N, V)], dtype, target=y, **options)
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
 @every_dtype
 @pytest.mark.parametrize("scale", [1.0, 40.0])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_products(has_bias: bool, scale: float, dtype: torch.dtype, planned: list[plans.Plan]) -> None:
+def test_products(has_bias: bool, scale: float, dtype: torch.dtype, fused_paths: list[LossPath]) -> None:
     inputs = [scale * torch.randn(N, D), torch.randn(V, D), torch.randn(V)]
     if has_bias:
         check(linear, inputs, dtype, target=target(), z_loss=0.01)
     else:
         check(sigsoftmax.linear_cross_entropy, inputs[:2], dtype, target=target())
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
 @every_dtype
 @every_option
 @pytest.mark.parametrize("chunk_tokens", [N, 3, 1])
-def test_mixtures(chunk_tokens: int, options: dict[str, Any], dtype: torch.dtype, planned: list[plans.Plan]) -> None:
+def test_mixtures(chunk_tokens: int, options: dict[str, Any], dtype: torch.dtype, fused_paths: list[LossPath]) -> None:
     y = target()
     if "ignore_index" in options:
         y[y == -100] = 3
@@ -88,21 +89,21 @@ def test_mixtures(chunk_tokens: int, options: dict[str, Any], dtype: torch.dtype
         weight_gradient="buffered",
         **options,
     )
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
 @pytest.mark.parametrize("options", [{"floor": 1e-3}, {"weight_gradient": "fast"}], ids=["floor", "fast"])
 @pytest.mark.parametrize("prior", ["softmax", "gss(k=0.3)", "relu"])
-def test_mixtures_with_other_priors(prior: str, options: dict[str, Any], planned: list[plans.Plan]) -> None:
+def test_mixtures_with_other_priors(prior: str, options: dict[str, Any], fused_paths: list[LossPath]) -> None:
     inputs = [torch.randn(N, K, D), 2.0 * torch.randn(N, K), torch.randn(V, D), torch.randn(V)]
     check(mixture, inputs, torch.float32, target=target(), prior_function=prior, **options)
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_any_number_of_classes(
-    has_bias: bool, alignment: int, planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch
+    has_bias: bool, alignment: int, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where rows are aligned there is room after the last class."""
     monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
@@ -115,14 +116,14 @@ def test_any_number_of_classes(
     else:
         check(sigsoftmax.linear_cross_entropy, inputs[:2], torch.float32, target=y)
         check(sigsoftmax.mixture_cross_entropy, mixed[:3], torch.float32, target=y, chunk_bytes=2 * K * V * 4)
-    assert len(planned) == 2
+    assert len(fused_paths) == 2
 
 
 HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 
 
 @pytest.mark.parametrize("is_autocast", [True, False])
-def test_weights_of_another_dtype(is_autocast: bool, planned: list[plans.Plan]) -> None:
+def test_weights_of_another_dtype(is_autocast: bool, fused_paths: list[LossPath]) -> None:
     """Their gradients are theirs, and so is the loss under autocast."""
     hidden = torch.randn(N, K, D).to(HALF).to(DEVICE, torch.float32 if is_autocast else HALF).requires_grad_()
     prior, weight, bias = leaves(N, K), leaves(V, D), leaves(V)
@@ -141,10 +142,10 @@ def test_weights_of_another_dtype(is_autocast: bool, planned: list[plans.Plan]) 
         assert a.dtype == b.dtype
         assert a.dtype == (torch.float32 if is_autocast or a.shape in (weight.shape, bias.shape, prior.shape) else HALF)
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    assert len(planned) == 2
+    assert len(fused_paths) == 2
 
 
-def test_masks_and_rows_that_do_not_count(planned: list[plans.Plan]) -> None:
+def test_masks_and_rows_that_do_not_count(fused_paths: list[LossPath]) -> None:
     logits = torch.randn(N, V)
     logits[:, 5:9] = LEAST
     logits[0] = torch.nan
@@ -153,11 +154,11 @@ def test_masks_and_rows_that_do_not_count(planned: list[plans.Plan]) -> None:
     _, (by_logits,) = check(cross_entropy, [logits], torch.float32, target=y)
     assert (by_logits[0] == 0).all()
     assert (by_logits[:, 5:9] == 0).all()
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_a_single_token(alignment: int, planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_token(alignment: int, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, or left for the last chunk; one row is contiguous, whatever comes after it."""
     monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
     odd = V - 11
@@ -171,36 +172,36 @@ def test_a_single_token(alignment: int, planned: list[plans.Plan], monkeypatch: 
         )
     inputs = [torch.randn(3, 1, D), torch.randn(3, 1), torch.randn(odd, D), torch.randn(odd)]
     check(mixture, inputs, torch.float32, target=torch.tensor([2, -100, odd - 1]), chunk_bytes=2 * V * 4)
-    assert len(planned) == 3
+    assert len(fused_paths) == 3
 
 
 @pytest.mark.parametrize("features", [0, 1])
-def test_features_that_are_few_or_none(features: int, planned: list[plans.Plan]) -> None:
+def test_features_that_are_few_or_none(features: int, fused_paths: list[LossPath]) -> None:
     inputs = [torch.randn(N, K, features), torch.randn(N, K), torch.randn(V, features), torch.randn(V)]
     check(mixture, inputs, torch.float32, target=target())
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
-def test_a_prior_of_the_users_own(planned: list[plans.Plan]) -> None:
+def test_a_prior_of_the_users_own(fused_paths: list[LossPath]) -> None:
     sigsoftmax.register_function("cubic_prior", lambda z: z + z**3)
     inputs = [torch.randn(N, K, D), torch.randn(N, K), torch.randn(V, D), torch.randn(V)]
     check(mixture, inputs, torch.float32, target=target(), prior_function="cubic_prior")
-    assert not planned
+    assert not fused_paths
 
 
-def test_leading_dimensions(planned: list[plans.Plan]) -> None:
+def test_leading_dimensions(fused_paths: list[LossPath]) -> None:
     def loss(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
         shaped = hidden.view(7, 1, D)
         return sigsoftmax.linear_cross_entropy(shaped, weight, target.view(7, 1), **options)
 
     check(loss, [torch.randn(N, D), torch.randn(V, D)], torch.float32, target=target())
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3])
 @pytest.mark.parametrize("steps", [3, 6])
 def test_leading_dimensions_of_a_mixture_in_several_chunks(
-    steps: int, chunk_tokens: int, planned: list[plans.Plan]
+    steps: int, chunk_tokens: int, fused_paths: list[LossPath]
 ) -> None:
     """A chunk begins at a token, not at a time step."""
 
@@ -211,11 +212,11 @@ def test_leading_dimensions_of_a_mixture_in_several_chunks(
     inputs = [torch.randn(2 * steps, K, D), torch.randn(2 * steps, K), torch.randn(V, D)]
     y = torch.randint(V, (2 * steps,))
     check(loss, inputs, torch.float32, target=y, chunk_bytes=chunk_tokens * K * V * 4)
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_no_token_counts(reduction: str, planned: list[plans.Plan]) -> None:
+def test_no_token_counts(reduction: str, fused_paths: list[LossPath]) -> None:
     hidden, prior, weight = leaves(N, K, D), leaves(N, K), leaves(V, D)
     y = torch.full((N,), -100, device=DEVICE)
     options: dict[str, Any] = {"function": "sigsoftmax", "reduction": reduction, **TRITON}
@@ -226,7 +227,7 @@ def test_no_token_counts(reduction: str, planned: list[plans.Plan]) -> None:
         assert loss.isnan() if reduction == "mean" else loss == 0
         for gradient in torch.autograd.grad(loss, [hidden, weight]):
             assert (gradient == 0).all()
-    assert len(planned) == 2
+    assert len(fused_paths) == 2
 
 
 # The same call again
@@ -238,7 +239,7 @@ def leaves(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype).requires_grad_()
 
 
-def test_a_known_call_gives_the_same_bits_and_says_who_computed_it(planned: list[plans.Plan]) -> None:
+def test_a_repeated_call_gives_the_same_bits_and_says_who_computed_it(fused_paths: list[LossPath]) -> None:
     hidden, weight, y = leaves(N, D), leaves(V, D), target().to(DEVICE)
 
     def results() -> list[Tensor]:
@@ -252,11 +253,11 @@ def test_a_known_call_gives_the_same_bits_and_says_who_computed_it(planned: list
     decision = sigsoftmax.explain()
     assert decision is not None
     assert decision.backend == "triton"
-    assert len(planned) == 2
-    assert planned[0] is planned[1]
+    assert len(fused_paths) == 2
+    assert fused_paths[0] is fused_paths[1]
 
 
-def test_gradients_are_scaled_and_kept(planned: list[plans.Plan]) -> None:
+def test_gradients_are_scaled_and_kept(fused_paths: list[LossPath]) -> None:
     inputs = [leaves(N, K, D), leaves(N, K), leaves(V, D)]
     loss = sigsoftmax.mixture_cross_entropy(*inputs, target().to(DEVICE), function="sigsoftmax", **TRITON)
     first = torch.autograd.grad(loss, inputs, retain_graph=True)
@@ -265,10 +266,10 @@ def test_gradients_are_scaled_and_kept(planned: list[plans.Plan]) -> None:
     for a, b, c in zip(first, half, again, strict=True):
         assert torch.equal(0.5 * a, b)
         assert torch.equal(a, c)
-    assert planned
+    assert fused_paths
 
 
-def test_a_loss_that_its_owner_changes(planned: list[plans.Plan]) -> None:
+def test_a_loss_that_its_owner_changes(fused_paths: list[LossPath]) -> None:
     logits = leaves(N, V)
     loss = sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="sigsoftmax", **TRITON)
     (expected,) = torch.autograd.grad(loss, [logits], retain_graph=True)
@@ -276,10 +277,10 @@ def test_a_loss_that_its_owner_changes(planned: list[plans.Plan]) -> None:
     loss += 1.0
     (found,) = torch.autograd.grad(loss, [logits])
     assert torch.equal(found, 0.5 * expected)
-    assert planned
+    assert fused_paths
 
 
-def test_numbers_in_tensors_are_read_anew(planned: list[plans.Plan]) -> None:
+def test_numbers_in_tensors_are_read_anew(fused_paths: list[LossPath]) -> None:
     logits, y, z_loss = leaves(N, V), target().to(DEVICE), torch.tensor(0.1)
 
     def loss() -> float:
@@ -288,11 +289,12 @@ def test_numbers_in_tensors_are_read_anew(planned: list[plans.Plan]) -> None:
     first = loss()
     z_loss.zero_()
     assert loss() < first
-    assert not planned
+    before, after = fused_paths
+    assert before is not after
 
 
 @pytest.mark.parametrize("wanted", range(4))
-def test_gradients_that_are_not_wanted(wanted: int, planned: list[plans.Plan]) -> None:
+def test_gradients_that_are_not_wanted(wanted: int, fused_paths: list[LossPath]) -> None:
     inputs = [leaves(N, K, D), leaves(N, K), leaves(V, D), leaves(V)]
     y = target().to(DEVICE)
 
@@ -306,16 +308,16 @@ def test_gradients_that_are_not_wanted(wanted: int, planned: list[plans.Plan]) -
         tensor.requires_grad_(i == wanted)
     (found,) = torch.autograd.grad(loss(), [inputs[wanted]])
     assert torch.equal(found, expected)
-    assert len(planned) == 2
+    assert len(fused_paths) == 2
 
 
-def test_there_is_no_second_derivative(planned: list[plans.Plan]) -> None:
+def test_there_is_no_second_derivative(fused_paths: list[LossPath]) -> None:
     logits = leaves(N, V)
     loss = sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="sigsoftmax", **TRITON)
     (by_logits,) = torch.autograd.grad(loss, [logits], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(by_logits.sum(), [logits])
-    assert planned
+    assert fused_paths
 
 
 # Calls that are computed in another way
@@ -346,7 +348,7 @@ OTHERS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
-def test_other_calls_are_not_planned(change: Change, planned: list[plans.Plan]) -> None:
+def test_other_calls_are_not_fused(change: Change, fused_paths: list[LossPath]) -> None:
     call: dict[str, Any] = {
         "input": leaves(N, D),
         "linear_weight": leaves(V, D),
@@ -354,7 +356,7 @@ def test_other_calls_are_not_planned(change: Change, planned: list[plans.Plan]) 
         "function": "sigsoftmax",
     }
     sigsoftmax.linear_cross_entropy(**call, **TRITON)
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
     change(call)
     for _ in range(2):
         found = sigsoftmax.linear_cross_entropy(**call, **TRITON)
@@ -362,30 +364,30 @@ def test_other_calls_are_not_planned(change: Change, planned: list[plans.Plan]) 
         if isinstance(found, tuple):
             found, expected = found[0], expected[0]
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5)
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
-def test_many_tokens_with_short_rows_are_not_planned(
-    planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch
+def test_many_tokens_with_short_rows_are_not_fused(
+    fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "MOST_TOKENS", N - 1)
+    monkeypatch.setattr(fused, "MOST_TOKENS", N - 1)
     logits, hidden, weight, y = leaves(N, V), leaves(N, D), leaves(V, D), target().to(DEVICE)
     for _ in range(2):
         loss = sigsoftmax.cross_entropy(logits, y, function="softmax", **TRITON)
         product = sigsoftmax.linear_cross_entropy(hidden, weight, y, function="softmax", **TRITON)
     assert gradients(loss, [logits])[0].isfinite().all()
     assert gradients(product, [hidden])[0].isfinite().all()
-    assert not planned
+    assert not fused_paths
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("member", ["softmax", "sigsoftmax"])
 def test_many_tokens_with_long_rows(
-    member: str, reduction: str, planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch
+    member: str, reduction: str, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "MOST_TOKENS", N - 1)
+    monkeypatch.setattr(fused, "MOST_TOKENS", N - 1)
     # More tokens than a block has, the last of them not full.
-    monkeypatch.setattr(plans, "MANY_BLOCK", 8)
+    monkeypatch.setattr(fused, "MANY_BLOCK", 8)
     classes = 33_001 if IS_INTERPRETED else 133_001
     y = torch.randint(classes, (21,))
     y[::5] = -100
@@ -394,18 +396,18 @@ def test_many_tokens_with_long_rows(
         return cross_entropy(logits, function=member, **options)
 
     check(loss, [3.0 * torch.randn(21, classes)], torch.float32, target=y, reduction=reduction)
-    assert len(planned) == 1
+    assert len(fused_paths) == 1
 
 
-def test_no_more_tokens_than_can_be_counted(planned: list[plans.Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "MOST_TOKENS", 1)
-    monkeypatch.setattr(plans, "MANY_TOKENS", N - 1)
+def test_no_more_tokens_than_can_be_counted(fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "MOST_TOKENS", 1)
+    monkeypatch.setattr(fused, "MANY_TOKENS", N - 1)
     logits = leaves(N, 133_001)
     sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="softmax", **TRITON)
-    assert not planned
+    assert not fused_paths
 
 
-def test_a_wrong_call_after_a_known_one() -> None:
+def test_a_wrong_call_after_a_right_one() -> None:
     hidden, weight, y = leaves(N, D), leaves(V, D), target().to(DEVICE)
     options: dict[str, Any] = {"function": "sigsoftmax", **TRITON}
     sigsoftmax.linear_cross_entropy(hidden, weight, y, chunk_bytes=1 << 20, **options)

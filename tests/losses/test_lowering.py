@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from tests.tables import BACKENDS, every_backend
 from torch import Tensor
 
 import sigsoftmax
-from sigsoftmax.backends import blocked, dispatch
-from sigsoftmax.backends.dispatch import ENVIRONMENT_VARIABLE, Decision
+from sigsoftmax.backends import blocked
+from sigsoftmax.backends.triton import lowering as triton_lowering
+from sigsoftmax.contract.problem import Refusal
+from sigsoftmax.contract.signature import BACKEND_VARIABLE
+from sigsoftmax.losses import lowering
 
 Z = torch.randn(3, 5)
 TARGET = torch.tensor([0, 1, 2])
@@ -51,8 +55,9 @@ every_operation = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setattr(dispatch, "_last", None)
+    monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(lowering, "_last", None)
+    monkeypatch.setattr(lowering, "_lowered", {})
 
 
 def test_nothing_to_explain_before_the_first_operation() -> None:
@@ -60,7 +65,7 @@ def test_nothing_to_explain_before_the_first_operation() -> None:
 
 
 def test_the_backends_of_the_table_exist() -> None:
-    assert set(BACKENDS) <= set(dispatch.BACKENDS)
+    assert set(BACKENDS) <= {lowering.REFERENCE, *lowering.BACKENDS}
 
 
 @every_operation
@@ -74,8 +79,9 @@ def test_the_default_is_the_fast_one(operation: Callable[..., Tensor]) -> None:
 def test_the_argument_picks(operation: Callable[..., Tensor], backend: str) -> None:
     operation(backend=backend)
     decision = sigsoftmax.explain()
-    assert decision == Decision(backend, "the argument backend=", {})
-    assert str(decision) == f"{backend} (chosen by the argument backend=)"
+    assert decision is not None
+    assert (decision.backend, decision.chosen_by, decision.refused) == (backend, "the argument backend=", {})
+    assert str(decision) == f"{backend} (chosen by the argument backend=): {decision.path}"
 
 
 @every_operation
@@ -83,17 +89,17 @@ def test_the_argument_picks(operation: Callable[..., Tensor], backend: str) -> N
 def test_the_environment_picks(operation: Callable[..., Tensor], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIGSOFTMAX_BACKEND", backend)
     operation()
-    assert str(sigsoftmax.explain()) == f"{backend} (chosen by the environment variable SIGSOFTMAX_BACKEND)"
+    assert str(sigsoftmax.explain()).startswith(f"{backend} (chosen by the environment variable SIGSOFTMAX_BACKEND): ")
 
 
 def test_the_argument_outweighs_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
+    monkeypatch.setenv(BACKEND_VARIABLE, "reference")
     loss(backend="blocked")
-    assert sigsoftmax.explain() == Decision("blocked", "the argument backend=")
+    assert str(sigsoftmax.explain()).startswith("blocked (chosen by the argument backend=)")
 
 
 def test_an_empty_environment_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    monkeypatch.setenv(BACKEND_VARIABLE, "")
     loss()
     assert str(sigsoftmax.explain()).startswith("blocked (chosen by default)")
 
@@ -104,7 +110,7 @@ def test_an_unknown_backend_is_refused_and_the_known_ones_are_listed(
 ) -> None:
     with pytest.raises(ValueError, match=r"^unknown backend 'cuda' \(the argument backend=\); known: reference, "):
         operation(backend="cuda")
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "quick")
+    monkeypatch.setenv(BACKEND_VARIABLE, "quick")
     with pytest.raises(ValueError, match=r"^unknown backend 'quick' \(the environment variable SIGSOFTMAX_BACKEND\);"):
         operation()
 
@@ -115,18 +121,18 @@ def test_explain_says_why_a_fast_backend_was_refused() -> None:
     assert decision is not None
     assert (decision.backend, decision.chosen_by) == ("reference", "the inputs")
     lines = str(decision).splitlines()
-    assert lines[0] == "reference (chosen by the inputs)"
+    assert lines[0] == "reference (chosen by the inputs): plain torch with the logits of all tokens at once"
     reason = "the inputs are inside torch.func (vmap, grad, jvp, ...), which the fast backends do not support"
-    assert lines[1:] == [f"  not {name}: {reason}" for name in dispatch.BACKENDS if name != "reference"]
+    assert lines[1:] == [f"  not {name}: {reason}" for name in lowering.BACKENDS]
 
 
 def test_the_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.3")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    form = sigsoftmax.OutputFunction("sigsoftmax").form
-    reason = dispatch._why_not_triton(form, torch.bfloat16, torch.device("cuda"))
-    assert reason is not None
-    assert "this torch is built for AMD's" in reason
+    problem = mock.Mock(device=torch.device("cuda"))
+    refusal = triton_lowering.lower_loss(problem)
+    assert isinstance(refusal, Refusal)
+    assert "this torch is built for AMD's" in refusal.reason
 
 
 def test_targets_with_a_gradient_go_to_the_reference_or_are_refused() -> None:
@@ -162,7 +168,7 @@ def test_tensors_from_outside_a_transform() -> None:
 def test_an_environment_that_asks_for_a_fast_backend_is_not_overridden_silently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "blocked")
+    monkeypatch.setenv(BACKEND_VARIABLE, "blocked")
     with pytest.raises(ValueError, match=r"backend 'blocked' cannot be used: the inputs are inside torch\.func"):
         torch.func.vmap(lambda z: sigsoftmax.log_sigsoftmax(z))(Z)
 

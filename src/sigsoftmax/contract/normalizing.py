@@ -1,0 +1,148 @@
+"""Rows of logits, transformed by phi and normalised, in plain torch: log f = phi - log sum g.
+
+Shapes: N tokens, K components of a mixture, V classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.contract.rows import MASK, compute_dtype
+from sigsoftmax.contract.spec import MemberSpec
+from sigsoftmax.contract.tokens import finite, floored
+from sigsoftmax.forms import Form
+from sigsoftmax.parameters import ParameterKind, kind_of
+from sigsoftmax.torch_internals import transforms_active
+
+
+class Rows(NamedTuple):
+    """log g of every class, each row relative to an offset: log g = relative + offset."""
+
+    relative: Tensor
+    """(..., V), -inf where a class is masked"""
+    offset: Tensor
+    """(..., 1)"""
+    normalizer: Tensor
+    """(..., 1): log sum g - offset"""
+    anchor: Tensor
+    """(..., 1): the logit that the offset belongs to"""
+    scaled: Tensor
+    """(..., V): relative / unit, finite for every finite logit"""
+    unit: Tensor | float
+
+    @property
+    def log_probs(self) -> Tensor:
+        return self.relative - self.normalizer
+
+    @property
+    def finite_log_normalizer(self) -> Tensor:
+        """As :attr:`log_normalizer`, at most the largest float: for z-loss, whose slope would be inf times 0."""
+        return (self.normalizer + finite(self.offset)).squeeze(-1)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """sum_j weights_j relative_j, (...): also where a relative value overflows that has a small weight."""
+        return (self.unit * (weights * self.scaled).sum(-1, keepdim=True)).squeeze(-1)
+
+    @property
+    def log_normalizer(self) -> Tensor:
+        """The absolute log sum g, (..., )."""
+        return (self.normalizer + self.offset).squeeze(-1)
+
+
+STEEP = 2.0**14
+"""Gradients of logits may be so many times a token's weight before float16 ends, with room for a factor of 4."""
+
+
+def constant(argument: Tensor) -> float | None:
+    """The value of a scalar argument that is known without waiting for a device."""
+    is_scalar = kind_of(argument) is ParameterKind.SCALAR
+    return float(argument.detach()) if is_scalar and argument.device.type == "cpu" else None
+
+
+def gradient_dtype(member: MemberSpec, arguments: Sequence[Tensor], product_dtype: torch.dtype) -> torch.dtype:
+    """The dtype for the gradient of logits that are products of this dtype, from which other gradients are made.
+
+    Those may be numbers that float16 holds where the gradient of the logits is none: relu has slopes of 1e8.
+    """
+    if product_dtype != torch.float16:
+        return product_dtype
+    if torch.compiler.is_compiling() or transforms_active():
+        values: list[float | None] = list(member.numbers)
+    else:
+        values = [constant(a) for a in arguments]
+    return torch.float32 if member.form.properties(values).steepest > STEEP else product_dtype
+
+
+def arguments_like(z: Tensor, form: Form, arguments: Sequence[Tensor]) -> list[Tensor]:
+    """The arguments in the dtype and on the device of ``z``.
+
+    A fixed scalar stays on the CPU: torch passes its value to kernels, while a copy to a GPU would have to be waited
+    for. What a user's form makes of its arguments is not known, so it gets them all on one device.
+    """
+
+    def stays(argument: Tensor) -> bool:
+        is_fixed_scalar = kind_of(argument) is ParameterKind.SCALAR and not argument.requires_grad
+        return form.is_builtin and is_fixed_scalar
+
+    return [a.to(z.dtype) if stays(a) else a.to(z.device, z.dtype) for a in arguments]
+
+
+class Anchored(NamedTuple):
+    """Rows of logits as forms take them."""
+
+    z: Tensor
+    """(..., V), the row's highest logit in place of a mask"""
+    masked: Tensor
+    anchor: Tensor
+    """(..., 1): the logit at which phi is largest, as the form says; 0 where all classes are masked"""
+
+
+def anchored(z: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasing: bool = False) -> Anchored:
+    """``is_increasing`` is what the form says of the arguments' values, where they are known: it saves a pass."""
+    masked = z == MASK
+    highest = z.detach().amax(-1, keepdim=True)
+    highest = torch.where(highest == MASK, torch.zeros_like(highest), highest)
+    kept = torch.where(masked, highest, z)
+    if is_increasing or form.leading is None:
+        return Anchored(kept, masked, highest)
+    lowest = kept.detach().amin(-1, keepdim=True)
+    return Anchored(kept, masked, form.leading(lowest, highest, *(a.detach() for a in arguments)))
+
+
+def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasing: bool = False) -> Rows:
+    """Transform and normalise the last dimension of ``logits``.
+
+    A logit of -inf masks its class whatever the form makes of -inf; its slope is 1, so that a masked target has the
+    gradient that it has under torch's softmax.
+    """
+    wide = logits.to(compute_dtype(logits.dtype))
+    like_z = arguments_like(wide, form, arguments)
+    z, masked, anchor = anchored(wide, form, like_z, is_increasing=is_increasing)
+    value, unit, offset = form.scaled(z, anchor, *like_z)
+    relative = torch.where(masked, wide, unit * value)
+    normalizer = torch.logsumexp(relative, -1, keepdim=True)
+    return Rows(relative, offset, normalizer, anchor, torch.where(masked, wide / unit, value), unit)
+
+
+def log_probs(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Tensor:
+    """log f over the last dimension, in the arithmetic's dtype."""
+    return rows(logits, form, arguments).log_probs
+
+
+def mixture_log_probs(
+    logits_NKV: Tensor, log_prior_NK: Tensor, form: Form, arguments: Sequence[Tensor], floor: float = 0.0
+) -> Tensor:
+    """log sum_k pi_k f_k, (N, V); with a floor, log(floor + sum_k pi_k f_k), which is not normalised."""
+    joint = log_prior_NK.unsqueeze(-1) + log_probs(logits_NKV, form, arguments)
+    return floored(logsumexp_of_masks(joint), floor)
+
+
+def logsumexp_of_masks(joint_NKV: Tensor) -> Tensor:
+    """logsumexp over components whose gradient is 0, not NaN, where all of them are -inf."""
+    all_masked = (joint_NKV == MASK).all(1, keepdim=True)
+    total = torch.logsumexp(torch.where(all_masked, torch.zeros_like(joint_NKV), joint_NKV), 1)
+    return torch.where(all_masked.squeeze(1), torch.full_like(total, MASK), total)

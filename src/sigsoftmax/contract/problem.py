@@ -1,0 +1,175 @@
+"""A call that has been validated, and what a backend answers to it.
+
+Shapes: N tokens, K components, V classes, d features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.contract.operands import Operands, Wanted
+from sigsoftmax.contract.rows import compute_dtype
+from sigsoftmax.contract.signature import Signature
+from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
+
+MIB = 2**20
+Spec = TypeVar("Spec", LossSpec, LogProbsSpec)
+
+
+def default_chunk_bytes(chunk_bytes: int | None, device: torch.device, mixture_classes: int | None = None) -> int:
+    """The memory for logits of a chunk.
+
+    On a GPU it is what products need to run at full speed: for a mixture 4,608 rows, of which a token has K.
+    """
+    if chunk_bytes is not None:
+        return chunk_bytes
+    if device.type == "cpu":
+        return 32 * MIB
+    largest = 576 * MIB
+    return largest if mixture_classes is None else min(largest, max(64 * MIB, 4608 * 2 * mixture_classes))
+
+
+def dtypes_of(
+    input_dtype: torch.dtype, autocast: torch.dtype | None, *, has_weight: bool, is_loss: bool
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype of the logits, and that of the result."""
+    if autocast is None or input_dtype == torch.float64:
+        return input_dtype, input_dtype
+    product_dtype = autocast if has_weight else input_dtype
+    return product_dtype, torch.float32 if is_loss else product_dtype
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem(Generic[Spec]):
+    """What is to be computed, of tensors of which kind: a specification, a signature, and what follows from both."""
+
+    spec: Spec
+    signature: Signature
+    leading: torch.Size
+    """the dimensions of the tokens"""
+    components: int
+    num_classes: int
+    """held by this process"""
+    dtype: torch.dtype
+    """of the result"""
+    product_dtype: torch.dtype
+    """of the logits"""
+    device: torch.device
+
+    @property
+    def num_tokens(self) -> int:
+        return self.leading.numel()
+
+    @functools.cached_property
+    def wanted(self) -> Wanted:
+        return self.signature.wanted
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether logits are products, and not given."""
+        return self.signature.operands.weight is not None
+
+    @property
+    def has_probabilities(self) -> bool:
+        target = self.signature.operands.target
+        return target is not None and target.is_floating_point()
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.signature.operands.shard is not None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return compute_dtype(self.product_dtype)
+
+    @property
+    def chunk_bytes(self) -> int:
+        # All ranks of a group must decide alike, whatever their number of classes.
+        is_mixture = self.spec.prior is not None and not self.is_sharded
+        return default_chunk_bytes(self.spec.chunk_bytes, self.device, self.num_classes if is_mixture else None)
+
+    def hidden(self, operands: Operands) -> Tensor:
+        """The input as (N, K, d)."""
+        return operands.input.reshape(self.num_tokens, self.components, operands.input.shape[-1])
+
+    def prior_logits(self, operands: Operands) -> Tensor:
+        """The prior's logits as (N, K)."""
+        return operands.prior_logits.reshape(self.num_tokens, self.components)
+
+    def target(self, operands: Operands) -> Tensor:
+        """Class indices as (N,), or probabilities as (N, V)."""
+        if self.has_probabilities:
+            return operands.target.reshape(-1, self.num_classes)
+        return operands.target.reshape(-1).long().contiguous()
+
+
+class LossResults(NamedTuple):
+    """What a path computes. The autograd function and the op of torch.library hand it on."""
+
+    loss: Tensor
+    """as the caller gets it: (), or the leading dimensions"""
+    losses_N: Tensor
+    """the loss of each token, or what it has in the total"""
+    log_normalizer_NK: Tensor | None
+    argmax_N: Tensor | None
+    entropy_N: Tensor | None
+    gradients: Sequence[Tensor | None]
+    """in the order of ``Operands.differentiable``; None where it is not wanted"""
+
+
+class LossPath(Protocol):
+    """One way to compute a loss, for all calls with the same specification and signature. It holds no tensors."""
+
+    description: str
+
+    def compute(self, operands: Operands, by_losses: Tensor | None = None) -> LossResults:
+        """The loss, and the gradients of a mean or a sum.
+
+        With ``by_losses``, in the leading dimensions, the gradients of the sum of all losses weighted by them.
+        """
+        ...
+
+    def scale(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
+        """Multiply gradients by the incoming gradient of a mean or a sum, in place."""
+        ...
+
+
+class LogProbsPath(Protocol):
+    """One way to compute log-probabilities. It holds no tensors."""
+
+    description: str
+
+    def compute(self, operands: Operands) -> Tensor:
+        """(N, V)"""
+        ...
+
+    def gradients(self, operands: Operands, by_log_p_NV: Tensor) -> Sequence[Tensor | None]:
+        """Gradients in the order of ``Operands.differentiable``; None where it is not wanted."""
+        ...
+
+
+class Refusal(NamedTuple):
+    """Why a backend cannot compute something."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How an operation is computed: the backend, who chose it, its path, and why each faster one was refused."""
+
+    backend: str
+    chosen_by: str
+    path: str = ""
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend} (chosen by {self.chosen_by}){self.path and ': '}{self.path}"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
+        return "\n".join(lines)

@@ -1,0 +1,315 @@
+"""The arithmetic of a token, in torch: which tokens count and how much, what each loses, and the derivatives of that.
+
+Everything here is formulas on a few numbers per token or row. Kernels that finish a loss by themselves call the same
+formulas, transcribed in ``backends.triton.tokens``.
+
+Shapes: N tokens, K components, V classes; n tokens of a block, R = n K rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.contract.rows import MASK, RowCoefficients, RowStats
+from sigsoftmax.contract.spec import LossSpec
+
+
+def counted(value: Tensor, scale: Tensor) -> Tensor:
+    """What a scale multiplies: the derivative of :func:`scaled` by it.
+
+    Where the scale is 0 it is a finite number, the largest one in place of an infinite one and 0 in place of NaN.
+    """
+    return torch.where(scale == 0, torch.nan_to_num(value), value)
+
+
+def scaled(value: Tensor, scale: Tensor) -> Tensor:
+    """Their product, and 0 where the scale is 0: an ignored row may have a value that is NaN."""
+    return scale * counted(value, scale)
+
+
+def finite(values: Tensor) -> Tensor:
+    """The largest float in place of what overflowed."""
+    largest = torch.finfo(values.dtype).max
+    return values.clamp(-largest, largest)
+
+
+def floored(log_p: Tensor, floor: float) -> Tensor:
+    """log(p + floor)"""
+    if not floor:
+        return log_p
+    return torch.logaddexp(log_p, torch.full_like(log_p, floor).log())
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """-sum p log p over the last dimension; a class of probability 0 adds nothing."""
+    probs = log_probs.exp()
+    return -(probs * log_probs.masked_fill(probs == 0, 0.0)).sum(-1)
+
+
+def z_losses(log_normalizer_NK: Tensor, prior_NK: Tensor, z_loss: float) -> Tensor:
+    """z_loss times the prior's mean of n^2, (N,); multiplied so that a square overflows only if the product does."""
+    return ((z_loss * prior_NK) * log_normalizer_NK * log_normalizer_NK).sum(-1)
+
+
+def with_z_slopes(by_normalizer_R: Tensor, stats: RowStats, z_slope_R: Tensor | None) -> Tensor:
+    """The coefficients of normalisers with what the z-loss adds, whose slope multiplies the log normaliser."""
+    if z_slope_R is None:
+        return by_normalizer_R
+    return by_normalizer_R + scaled(finite(stats.offset) + stats.normalizer, z_slope_R)
+
+
+def token_scales(
+    spec: LossSpec,
+    target: Tensor,
+    token_weights_N: Tensor | None,
+    class_weight_V: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """What each token's loss counts in the result, 0 if ignored; and for a mean, whether no token counts."""
+    kept, weights = _kept_weights(spec, target, token_weights_N, dtype)
+    if spec.reduction != "mean":
+        return weights, None
+    mass = (weights * class_weights_of(spec, target, class_weight_V, dtype)).sum()
+    return torch.where(kept, weights / mass, torch.zeros_like(weights)), ~kept.any()
+
+
+def token_weight_gradient(
+    spec: LossSpec,
+    target: Tensor,
+    token_weights_N: Tensor,
+    class_weight_V: Tensor | None,
+    losses_N: Tensor,
+    total: Tensor,
+) -> Tensor:
+    """The derivative of the total by the weight of each token, of which a mean has one in its denominator too."""
+    dtype = losses_N.dtype
+    kept, weights = _kept_weights(spec, target, token_weights_N, dtype)
+    by_weight = counted(losses_N, weights)
+    if spec.reduction == "mean":
+        of_class = class_weights_of(spec, target, class_weight_V, dtype)
+        by_weight = (by_weight - of_class * total.to(dtype)) / (weights * of_class).sum()
+    return torch.where(kept, by_weight, torch.zeros_like(by_weight))
+
+
+def _kept_weights(
+    spec: LossSpec, target: Tensor, token_weights_N: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    if target.is_floating_point():
+        kept = torch.ones_like(target[..., 0], dtype=torch.bool)
+    else:
+        kept = target != spec.ignore_index
+    weights = torch.ones_like(kept, dtype=dtype) if token_weights_N is None else token_weights_N.to(dtype)
+    return kept, torch.where(kept, weights, torch.zeros_like(weights))
+
+
+def class_weights_of(spec: LossSpec, target: Tensor, class_weight_V: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight of each token's class in the denominator of a mean; 1 for probability targets."""
+    if class_weight_V is None or target.is_floating_point():
+        return torch.ones((), dtype=dtype, device=target.device)
+    # An index out of range is reported elsewhere; here it must only not break the look-up.
+    index = torch.where(target == spec.ignore_index, torch.zeros_like(target), target)
+    return class_weight_V.to(dtype)[index.clamp(0, class_weight_V.shape[0] - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """The tensors of a loss that have a number per token or per class, flat."""
+
+    target: Tensor
+    """(N,) of class indices, or (N, V) of probabilities"""
+    log_prior_NK: Tensor | None = None
+    class_weight_V: Tensor | None = None
+    scale_N: Tensor | None = None
+    """what each token counts in the total; None: every token that is not ignored counts alike"""
+
+
+class TokenArithmetic:
+    """The formulas of one loss, for all its tokens.
+
+    Rows are measured elsewhere (:class:`RowStats`); this makes of them losses, and the derivatives of the total by what
+    was measured (:class:`RowCoefficients`). ``scale_N`` is the weight of each token in the total whose derivatives are
+    wanted; without it there are none. ``num_classes`` is that of the whole loss, also where this process has a part.
+    """
+
+    def __init__(
+        self, spec: LossSpec, batch: TokenBatch, scale_N: Tensor | None, num_classes: int, like: Tensor
+    ) -> None:
+        self.spec = spec
+        self.numbers = like
+        dtype, target, class_weight_V = like.dtype, batch.target, batch.class_weight_V
+        self.log_prior_NK = None if batch.log_prior_NK is None else batch.log_prior_NK.to(dtype)
+        self.class_weight_V = None if class_weight_V is None else class_weight_V.to(dtype)
+        self.probabilities_NV = target if target.is_floating_point() else None
+        self.share = spec.label_smoothing / num_classes
+        self.index_N: Tensor | None = None
+        self.target_weight_N: Tensor | None = None
+        """what the log-probability of its target counts in a token's loss"""
+        if self.probabilities_NV is None:
+            self.kept_N = target != spec.ignore_index
+            self.index_N = torch.where(self.kept_N, target, torch.zeros_like(target))
+            self.target_weight_N = like.new_full(target.shape, 1.0 - spec.label_smoothing)
+            if self.class_weight_V is not None:
+                self.target_weight_N = self.target_weight_N * self.class_weight_V[self.index_N]
+        else:
+            self.kept_N = torch.ones_like(target[..., 0], dtype=torch.bool)
+        self.scale_N = self.unused_N = None
+        if scale_N is not None:
+            self.scale_N = torch.where(self.kept_N, scale_N, torch.zeros_like(scale_N))
+            self.unused_N = self.scale_N == 0
+        self.smoothing_V: Tensor | None = None
+        """weights over all classes that every token of a loss without a prior has alike"""
+        if spec.label_smoothing and not self.mixes_every_class and self.probabilities_NV is None:
+            ones_V = like.new_ones(num_classes)
+            # With its share: a sum over classes of what is smoothed may overflow, and not its share.
+            self.smoothing_V = self.share * (ones_V if self.class_weight_V is None else self.class_weight_V)
+            self.smoothing_mass = self.smoothing_V.sum()
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        """The names of the extras that are wanted."""
+        return self.spec.extras or ()
+
+    @property
+    def mixes_every_class(self) -> bool:
+        """Whether the loss or an extra needs the mixed probability of every class."""
+        is_dense = self.probabilities_NV is not None or self.spec.label_smoothing > 0
+        return self.log_prior_NK is not None and (is_dense or "argmax" in self.wants or "entropy" in self.wants)
+
+    @property
+    def waits_for_rows(self) -> bool:
+        """Whether coefficients depend on what was measured of a row, beyond the slope of the z-loss."""
+        return self.log_prior_NK is not None
+
+    # Losses
+
+    def plain_losses(
+        self, normalizer_N: Tensor, at_target_N: Tensor | None, at_dense_N: Tensor | None, mass_N: Tensor | None
+    ) -> Tensor:
+        """Losses without a prior, from what was measured of each row relative to its offset."""
+        if self.target_weight_N is None or at_target_N is None:
+            assert mass_N is not None and at_dense_N is not None
+            return normalizer_N * mass_N - at_dense_N
+        losses = scaled(normalizer_N - at_target_N, self.target_weight_N)
+        if self.smoothing_V is not None and at_dense_N is not None:
+            losses = losses + (self.smoothing_mass * normalizer_N - at_dense_N)
+        return losses
+
+    def mixture_losses(self, span: slice, log_f_nK: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses, and the negative of their derivative by log f of the target.
+
+        The share of component k in the probability of the target, its responsibility, is all that is needed.
+        """
+        assert self.log_prior_NK is not None and self.target_weight_N is not None
+        joint_nK = self.log_prior_NK[span] + log_f_nK
+        log_p_n1 = torch.logsumexp(joint_nK, -1, keepdim=True)
+        responsibility_nK = torch.exp(joint_nK - log_p_n1).masked_fill_(log_p_n1 == MASK, 0.0)
+        floored_n1 = floored(log_p_n1, self.spec.floor)
+        weight_n1 = self.target_weight_N[span].unsqueeze(-1)
+        by_log_f_nK = responsibility_nK.mul_(weight_n1)
+        if self.spec.floor:
+            by_log_f_nK.mul_(torch.exp(log_p_n1 - floored_n1))
+        return -scaled(floored_n1, weight_n1).squeeze(-1), by_log_f_nK
+
+    def losses_of_every_class(self, span: slice, log_p_nV: Tensor, owned_N: Tensor | None = None) -> Tensor:
+        """Losses of a mixture from the mixed log-probability of every class.
+
+        Where this process has a part of the classes, ``owned_N`` says whether it has the target.
+        """
+        if self.index_N is None or self.target_weight_N is None:
+            return -scaled(log_p_nV, self.smoothed_probabilities(span)).sum(-1)
+        at_target_n = log_p_nV.gather(-1, self.index_N[span].unsqueeze(-1)).squeeze(-1)
+        losses = -scaled(at_target_n, self.target_weight_N[span])
+        if owned_N is not None:
+            losses = torch.where(owned_N[span], losses, torch.zeros_like(losses))
+        if self.share:
+            ones_V = self.numbers.new_ones(1) if self.class_weight_V is None else self.class_weight_V
+            losses = losses - scaled(log_p_nV, self.share * ones_V).sum(-1)
+        return losses
+
+    def finished(self, losses_N: Tensor, log_normalizer_NK: Tensor) -> Tensor:
+        """Losses with what does not depend on the target; 0 for ignored tokens."""
+        if self.spec.z_loss:
+            losses_N = losses_N + z_losses(finite(log_normalizer_NK), self._prior(log_normalizer_NK), self.spec.z_loss)
+        return torch.where(self.kept_N, losses_N, torch.zeros_like(losses_N))
+
+    def _prior(self, like_NK: Tensor) -> Tensor:
+        """The probability of each component; 1 without a prior."""
+        return torch.ones_like(like_NK) if self.log_prior_NK is None else self.log_prior_NK.exp()
+
+    # Weights over classes
+
+    def smoothed_probabilities(self, span: slice) -> Tensor:
+        """Weights of each class in the loss of tokens with probability targets, (n, V)."""
+        assert self.probabilities_NV is not None
+        weights = self.probabilities_NV[span].to(self.numbers.dtype)
+        if self.spec.label_smoothing:
+            weights = weights * (1.0 - self.spec.label_smoothing) + self.share
+        return weights if self.class_weight_V is None else weights * self.class_weight_V
+
+    def dense_weights(self, span: slice) -> Tensor | None:
+        """Weights over all classes, (V,) or (n, V), of which rows measure the weighted sum; None without any."""
+        return self.smoothing_V if self.probabilities_NV is None else self.smoothed_probabilities(span)
+
+    def by_log_p(self, span: slice, classes: int, target_weight_N: Tensor | None) -> Tensor:
+        """The derivative of the total by the mixed log-probability of every class, (n, V)."""
+        assert self.scale_N is not None
+        if self.index_N is None or target_weight_N is None:
+            weights = self.smoothed_probabilities(span).clone()
+        else:
+            index_n1 = self.index_N[span].unsqueeze(-1)
+            weights = self.numbers.new_full((index_n1.shape[0], classes), self.share)
+            if self.class_weight_V is not None:
+                weights *= self.class_weight_V
+            weights.scatter_add_(-1, index_n1, target_weight_N[span].unsqueeze(-1))
+        return weights.mul_(-self.scale_N[span].unsqueeze(-1))
+
+    # Derivatives of the total
+
+    def z_slopes(self, span: slice) -> Tensor | None:
+        """What a row's log normaliser is multiplied by in its coefficient, (n,); None without a z-loss."""
+        if not self.spec.z_loss:
+            return None
+        assert self.scale_N is not None
+        return 2.0 * self.spec.z_loss * self.scale_N[span]
+
+    def by_log_normalizer(self, span: slice, log_normalizer_nK: Tensor) -> Tensor | None:
+        """The derivative of the z-loss by the log normaliser of every row, (n, K); None without a z-loss."""
+        slope_n = self.z_slopes(span)
+        if slope_n is None:
+            return None
+        slope_nK = slope_n.unsqueeze(-1)
+        if self.log_prior_NK is not None:
+            slope_nK = slope_nK * self.log_prior_NK[span].exp()
+        return scaled(finite(log_normalizer_nK), slope_nK)
+
+    def coefficients(
+        self, span: slice, stats: RowStats | None, mass: Tensor | None, by_log_f_nK: Tensor | None
+    ) -> RowCoefficients:
+        """The derivatives of the total; without stats, those that do not wait for them (z-loss does)."""
+        assert self.scale_N is not None and self.unused_N is not None
+        scale_n, unused_n = self.scale_N[span], self.unused_N[span]
+        components = 1 if by_log_f_nK is None else by_log_f_nK.shape[1]
+        by_target = by_dense = None
+        if by_log_f_nK is not None:
+            by_normalizer = scaled(by_log_f_nK, scale_n.unsqueeze(-1)).flatten()
+            by_target = -by_normalizer
+            unused_n = unused_n.repeat_interleave(components)
+        elif self.target_weight_N is not None:
+            by_normalizer = self.target_weight_N[span] * scale_n
+            by_target = -by_normalizer
+            if self.smoothing_V is not None:
+                by_dense = -scale_n
+                by_normalizer = by_normalizer - by_dense * self.smoothing_mass
+        else:
+            assert mass is not None
+            by_normalizer, by_dense = mass * scale_n, -scale_n
+        if stats is not None:
+            log_normalizer_nK = (stats.normalizer + finite(stats.offset)).view(-1, components)
+            by_z_loss = self.by_log_normalizer(span, log_normalizer_nK)
+            if by_z_loss is not None:
+                by_normalizer = by_normalizer + by_z_loss.flatten()
+        is_cpu = unused_n.device.type == "cpu"
+        return RowCoefficients(by_normalizer, by_target, by_dense, None if is_cpu and not unused_n.any() else unused_n)

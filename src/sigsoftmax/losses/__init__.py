@@ -1,0 +1,1 @@
+"""The road of every loss and every log-probability: specify, lower, run."""

@@ -1,0 +1,121 @@
+"""Interfaces of torch that are not public, each used in one place and with a fallback that is.
+
+They were seen with torch 2.8 to 2.13. If a newer torch lacks one, the fallback is slower, or hands a call to the
+reference, and never wrong. ``FORCED`` makes all of them be absent, for the tests of the fallbacks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+FORCED = os.environ.get("SIGSOFTMAX_PUBLIC_ONLY") == "1"
+
+
+def _found(owner: Any, *names: str) -> Any:
+    """An attribute of an attribute, or None."""
+    for name in names:
+        owner = None if FORCED else getattr(owner, name, None)
+    return owner
+
+
+_transforms_active = _found(torch, "_C", "_are_functorch_transforms_active")
+_is_wrapped = _found(torch, "_C", "_functorch", "is_functorch_wrapped_tensor")
+_keeps_graph = _found(torch, "_C", "_autograd", "_get_current_graph_task_keep_graph")
+_delayed_error = _found(torch, "_C", "_functions", "DelayedError")
+_assert_async = _found(torch, "_assert_async")
+current_raw_stream: Callable[[int], int] | None = _found(torch, "_C", "_cuda_getCurrentRawStream")
+"""the address of the current stream of a device; None where torch does not tell"""
+_has_level = _found(forward_ad, "_current_level") is not None
+
+
+class _WithoutContext(torch.autograd.Function):
+    """The identity, in the form of an autograd function that transforms of torch.func refuse."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+
+def _is_refused() -> bool:
+    """Whether torch refuses autograd functions that say nothing of transforms: it does inside torch.func alone."""
+    try:
+        _WithoutContext.apply(torch.empty(0))
+    except RuntimeError:
+        return True
+    return False
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    """Whether a tensor that should have memory has none, as those of torch.func."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+transforms_active: Callable[[], bool] = _transforms_active or _is_refused
+"""Whether the call is inside a transform of torch.func."""
+is_wrapped: Callable[[Tensor], bool] = _is_wrapped or _has_no_memory
+"""Whether a tensor belongs to a transform of torch.func."""
+
+
+def in_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is open; True where torch does not tell."""
+    return not _has_level or forward_ad._current_level >= 0
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a tensor carries a forward-mode derivative."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def apply_eagerly(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """``function.apply`` for calls that are known to be under no transform of torch.func.
+
+    What torch does first to make sure takes as long as a small loss. The fallback is ``apply`` itself.
+    """
+    base = _found(super(torch.autograd.Function, function), "apply")
+    return function.apply(*inputs) if base is None else base(*inputs)
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass that is running was asked to keep the graph (retain_graph=True); True if unknown."""
+    return _keeps_graph is None or bool(_keeps_graph())
+
+
+class _Raising(torch.autograd.Function):
+    """The identity, whose derivative raises."""
+
+    @staticmethod
+    def forward(ctx: Any, message: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *by_outputs: Tensor) -> Any:
+        raise RuntimeError(ctx.message)
+
+
+def raising_when_differentiated(message: str, tensors: list[Tensor]) -> list[Tensor]:
+    """The same tensors; whoever differentiates them gets this error."""
+    if _delayed_error is None:
+        return list(_Raising.apply(message, *tensors))
+    raising = _delayed_error(message.encode(), len(tensors))(*tensors)
+    return list(raising) if isinstance(raising, tuple | list) else [raising]
+
+
+def assert_on_device(condition: Tensor) -> None:
+    """Fail on the device if the condition is false, without waiting for it. The fallback waits."""
+    if _assert_async is not None:
+        _assert_async(condition)
+    elif not bool(condition):
+        raise RuntimeError("a check of values failed; set SIGSOFTMAX_CHECK=1 for the message")
