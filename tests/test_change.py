@@ -1,0 +1,107 @@
+"""The change test of CONTRIBUTING.md: which files know an option of a loss, and how long lists of parameters may be.
+
+A file that is not listed here and names an option has learned something that it need not know. Either the option can be
+asked of the specification as a whole, or the design has to change; the list is what changes last.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "sigsoftmax"
+ROAD = ("backends", "contract", "losses")
+"""folders of the road; those who call the public functions pass options on by their names"""
+
+PUBLIC = {"losses/packing.py", "losses/op.py", "contract/spec.py"}
+"""what lists the options one by one: the specification, and the schema of the op with its packing"""
+ARITHMETIC = {"contract/tokens.py", "backends/reference.py"}
+FUSED = {"backends/triton/fused.py", "backends/triton/fused_mixture.py"}
+LAUNCHES = FUSED | {"backends/triton/few_launches.py"}
+KERNELS = {
+    "backends/triton/tokens.py",
+    "backends/triton/plan_kernels.py",
+    "backends/triton/token_kernels.py",
+}
+"""the transcription of the arithmetic, and the kernels that hand its numbers on to it"""
+MIXED_PROBABILITY = {
+    "backends/chunks.py",
+    "backends/log_probs_path.py",
+    "backends/mixture_block.py",
+    "backends/sharded_loop.py",
+    "contract/normalizing.py",
+    "losses/log_probs_op.py",
+}
+"""files that compute the probability of every class of a mixture, which a floor is part of"""
+
+KNOWN: dict[str, set[str]] = {
+    "z_loss": PUBLIC | ARITHMETIC | LAUNCHES | KERNELS,
+    "label_smoothing": PUBLIC | ARITHMETIC | {"backends/triton/fused.py"} | KERNELS,
+    "floor": PUBLIC | ARITHMETIC | LAUNCHES | KERNELS | MIXED_PROBABILITY,
+    "ignore_index": PUBLIC
+    | ARITHMETIC
+    | LAUNCHES
+    | KERNELS
+    | {"losses/validation.py", "contract/value_checks.py", "backends/loss_path.py"},
+    "reduction": PUBLIC | ARITHMETIC | LAUNCHES | {"backends/loss_path.py"},
+    "weight_gradient": PUBLIC | LAUNCHES | {"backends/sources.py", "backends/class_walk.py", "backends/loss_path.py"},
+    "chunk_bytes": PUBLIC
+    | LAUNCHES
+    | {
+        "contract/problem.py",
+        "losses/log_probs_op.py",
+        "backends/sources.py",
+        "backends/loss_path.py",
+        "backends/log_probs_path.py",
+    },
+}
+
+
+def files_that_name(word: str) -> set[str]:
+    """Files of the road in whose code, comments aside, a word stands."""
+    found = set()
+    for folder in ROAD:
+        for path in (SOURCE / folder).rglob("*.py"):
+            if re.search(rf"\b{word}\b", path.read_text()):
+                found.add(path.relative_to(SOURCE).as_posix())
+    return found
+
+
+@pytest.mark.parametrize("option", KNOWN)
+def test_no_other_file_knows_an_option(option: str) -> None:
+    assert files_that_name(option) - KNOWN[option] == set()
+
+
+def test_the_list_names_all_options_of_a_loss() -> None:
+    tree = ast.parse((SOURCE / "contract" / "spec.py").read_text())
+    (spec,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "LossSpec")
+    fields = {n.target.id for n in spec.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    # What they are called is the language of all files: a member, its prior, what else is told, and who computes.
+    assert fields - {"member", "prior", "extras", "backend"} == set(KNOWN)
+
+
+MOST_PARAMETERS = 12
+LONGER = {
+    "functional.py": {"cross_entropy", "linear_cross_entropy", "mixture_cross_entropy"},
+    "distributed/losses.py": {"linear_cross_entropy", "mixture_cross_entropy"},
+    "losses/op.py": {"_fake_op"},
+    "losses/log_probs_op.py": {"_fake_op", "_fake_backward_op"},
+    "lm/dynamic_search.py": {"search"},
+    "lm/training.py": {"__init__"},
+}
+"""public signatures, and the schemas of ops"""
+
+
+def test_options_travel_together() -> None:
+    """Functions with many parameters are kernels, public signatures, or the schemas of ops."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and not any("jit" in ast.dump(d) for d in node.decorator_list):
+                count = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
+                if count > MOST_PARAMETERS:
+                    found.setdefault(path.relative_to(SOURCE).as_posix(), set()).add(node.name)
+    assert found == LONGER
