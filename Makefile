@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 # Test processes, one torch thread each (tests/conftest.py); more than four mostly import torch.
 TEST_PROCESSES ?= auto --maxprocesses=4
-# What `make test` and `make slow` run, and options for pytest, as in: make test TESTS=tests/test_family.py ARGS=-x
+# What `make test` and `make slow` run, and options for pytest, as in: make test TESTS=tests/family ARGS=-x
 TESTS ?=
 ARGS ?=
 

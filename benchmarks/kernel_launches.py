@@ -69,7 +69,8 @@ class Recorder:
 def recorded() -> Iterator[list[Launch]]:
     """Within it no kernel runs, and the public losses take tensors without data."""
     launches: list[Launch] = []
-    modules = [importlib.import_module(f"{kernels.__name__}.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)]
+    names = [module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    modules = [importlib.import_module(name) for name in names]
     with contextlib.ExitStack() as stack:
         for module in modules:
             for name, value in vars(module).copy().items():

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from sigsoftmax import MixtureOutputLayer, OutputLayer
 from sigsoftmax.analysis.calibration import calibration
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.records.classifiers import Calibration
 
 CLASSES, PIXELS, HIDDEN = 10, 64, 64

@@ -14,7 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 
-from sigsoftmax import family
+from sigsoftmax.family import members
 
 # A shell starts background jobs with SIGINT ignored, and child processes inherit that: tests that interrupt one would
 # fail there. A signal that is handled, in contrast, is back to its default in children.
@@ -38,7 +38,7 @@ def _fixed_seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _registered_functions_do_not_outlive_their_test() -> Iterator[None]:
-    registries = (family._DEFINITIONS, family._FORMS)
+    registries = (members._DEFINITIONS, members._FORMS)
     before = [dict(registry) for registry in registries]
     yield
     for registry, entries in zip(registries, before, strict=True):

@@ -16,22 +16,22 @@ SOURCE = Path(__file__).parents[1] / "src" / "sigsoftmax"
 ROAD = ("backends", "contract", "losses")
 """folders of the road; those who call the public functions pass options on by their names"""
 
-PUBLIC = {"losses/packing.py", "losses/op.py", "contract/spec.py"}
-"""what lists the options one by one: the specification, and the schema of the op with its packing"""
+PUBLIC = {"losses/functional.py", "losses/packing.py", "losses/op.py", "contract/spec.py"}
+"""what lists the options one by one: public functions, the specification, and the schema of the op with its packing"""
 ARITHMETIC = {"contract/tokens.py", "backends/reference.py"}
 FUSED = {"backends/triton/fused.py", "backends/triton/fused_mixture.py"}
 LAUNCHES = FUSED | {"backends/triton/few_launches.py"}
 KERNELS = {
-    "backends/triton/tokens.py",
-    "backends/triton/plan_kernels.py",
-    "backends/triton/token_kernels.py",
+    "backends/triton/kernels/tokens.py",
+    "backends/triton/kernels/fused_kernels.py",
+    "backends/triton/kernels/token_kernels.py",
 }
 """the transcription of the arithmetic, and the kernels that hand its numbers on to it"""
 MIXED_PROBABILITY = {
-    "backends/chunks.py",
-    "backends/log_probs_path.py",
-    "backends/mixture_block.py",
-    "backends/sharded_loop.py",
+    "backends/chunked/loop.py",
+    "backends/chunked/log_probs.py",
+    "backends/chunked/mixture.py",
+    "backends/chunked/sharded_loop.py",
     "contract/normalizing.py",
     "losses/log_probs_op.py",
 }
@@ -45,17 +45,19 @@ KNOWN: dict[str, set[str]] = {
     | ARITHMETIC
     | LAUNCHES
     | KERNELS
-    | {"losses/validation.py", "contract/value_checks.py", "backends/loss_path.py"},
-    "reduction": PUBLIC | ARITHMETIC | LAUNCHES | {"backends/loss_path.py"},
-    "weight_gradient": PUBLIC | LAUNCHES | {"backends/sources.py", "backends/class_walk.py", "backends/loss_path.py"},
+    | {"losses/validation.py", "contract/value_checks.py", "backends/chunked/loss.py"},
+    "reduction": PUBLIC | ARITHMETIC | LAUNCHES | {"backends/chunked/loss.py"},
+    "weight_gradient": PUBLIC
+    | LAUNCHES
+    | {"backends/chunked/providers.py", "backends/chunked/vocabulary_blocks.py", "backends/chunked/loss.py"},
     "chunk_bytes": PUBLIC
     | LAUNCHES
     | {
         "contract/problem.py",
         "losses/log_probs_op.py",
-        "backends/sources.py",
-        "backends/loss_path.py",
-        "backends/log_probs_path.py",
+        "backends/chunked/providers.py",
+        "backends/chunked/loss.py",
+        "backends/chunked/log_probs.py",
     },
 }
 
@@ -85,7 +87,7 @@ def test_the_list_names_all_options_of_a_loss() -> None:
 
 MOST_PARAMETERS = 12
 LONGER = {
-    "functional.py": {"cross_entropy", "linear_cross_entropy", "mixture_cross_entropy"},
+    "losses/functional.py": {"cross_entropy", "linear_cross_entropy", "mixture_cross_entropy"},
     "distributed/losses.py": {"linear_cross_entropy", "mixture_cross_entropy"},
     "losses/op.py": {"_fake_op"},
     "losses/log_probs_op.py": {"_fake_op", "_fake_backward_op"},

@@ -28,7 +28,7 @@ from sigsoftmax.backends import reference
 from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.spec import loss_spec, member_of
 from sigsoftmax.family import OutputFunction, table
-from sigsoftmax.forms import LOGISTIC, RELU, SOFTCAP, Form
+from sigsoftmax.family.formulas import LOGISTIC, RELU, SOFTCAP, Form
 
 PAGE = Path(__file__).parents[1] / "docs" / "mathematics.md"
 FLOAT64_NOISE = 1e-12

@@ -75,7 +75,7 @@ def test_fallbacks_give_the_same_answers() -> None:
 @pytest.mark.slow
 def test_losses_are_right_without_private_interfaces() -> None:
     """A newer torch may slow a loss down, and never break it."""
-    files = ("tests/losses", "tests/backends/test_autograd.py", "tests/test_family.py")
+    files = ("tests/losses", "tests/backends/test_autograd.py", "tests/family")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *files],
         env={**os.environ, "SIGSOFTMAX_PUBLIC_ONLY": "1", "OMP_NUM_THREADS": "1"},

@@ -2,7 +2,9 @@
 
 from sigsoftmax._version import __version__
 from sigsoftmax.family import Learned, OutputFunction, register_function
-from sigsoftmax.functional import (
+from sigsoftmax.layers.mixture import MixtureOutputLayer
+from sigsoftmax.layers.output_layer import OutputLayer
+from sigsoftmax.losses.functional import (
     cross_entropy,
     linear_cross_entropy,
     log_probs,
@@ -13,8 +15,6 @@ from sigsoftmax.functional import (
     sigsoftmax,
 )
 from sigsoftmax.losses.lowering import explain
-from sigsoftmax.mixture import MixtureOutputLayer
-from sigsoftmax.modules import OutputLayer
 
 __all__ = [
     "Learned",

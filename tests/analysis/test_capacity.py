@@ -13,7 +13,7 @@ from sigsoftmax.analysis.fitting import Problem
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.starts import Solution, contains, disturbed, embedded, linear_end, random_start
 from sigsoftmax.family import OutputFunction, register_function
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.records import Record
 from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.synthetic import Language

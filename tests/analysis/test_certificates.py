@@ -11,7 +11,7 @@ from sigsoftmax.analysis.head_sources import OutputHead
 from sigsoftmax.analysis.matrix_sources import from_array, from_blocks
 from sigsoftmax.analysis.streaming import SpectrumOptions, streamed_spectrum
 from sigsoftmax.family import OutputFunction, register_function
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 
 
 def made(contexts=400, words=300, width=10, *, bias=True, head="softmax", components=1, seed=0):

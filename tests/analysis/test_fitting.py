@@ -9,7 +9,7 @@ from sigsoftmax.analysis.lbfgs import Budget, minimise
 from sigsoftmax.analysis.starts import random_start
 from sigsoftmax.contract import normalizing
 from sigsoftmax.family import register_function
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.synthetic import Language
 
 LANGUAGE = Language.of_rank(contexts=9, words=7, rank=5, seed=1)

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from sigsoftmax import functional
 from sigsoftmax.analysis.gradient_share import gradient_share
 from sigsoftmax.analysis.output_layer import Contexts, OutputLayer
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.losses import functional
 
 V, D, N = 50, 4, 9
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sigsoftmax import OutputFunction, functional
+from sigsoftmax import OutputFunction
 from sigsoftmax.analysis import head_sources
 from sigsoftmax.analysis.head_sources import OutputHead, full_precision
 from sigsoftmax.analysis.matrix_sources import tensors
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
+from sigsoftmax.losses import functional
 
 CONTEXTS, WORDS, WIDTH = 30, 11, 4
 

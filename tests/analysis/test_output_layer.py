@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from sigsoftmax import functional
 from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, blocks_of
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
+from sigsoftmax.losses import functional
 
 
 def tensors(words=30, width=4, contexts=7, components=1):

@@ -9,7 +9,7 @@ from sigsoftmax.analysis.capacity import fit
 from sigsoftmax.analysis.capacity_curves import CapacityConfig
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.target import heads_at_width, least_kl, mean_kl, restricted, widths_that_bind
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.synthetic import Language
 
 LANGUAGE = Language.of_rank(contexts=30, words=24, rank=16, seed=0)

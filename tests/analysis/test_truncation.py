@@ -6,7 +6,7 @@ import torch
 from sigsoftmax.analysis.capacity import fit
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.truncation import truncation, truncation_widths
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.synthetic import Language
 
 LOG_P = Language.of_rank(contexts=30, words=20, rank=12, seed=0).log_p_NM

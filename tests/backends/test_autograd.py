@@ -28,8 +28,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import sigsoftmax
-from sigsoftmax.backends.log_probs_path import ChunkedLogProbs
-from sigsoftmax.backends.loss_path import ChunkedLoss
+from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
+from sigsoftmax.backends.chunked.loss import ChunkedLoss
 from sigsoftmax.contract.operands import Operands, Wanted
 from sigsoftmax.contract.spec import log_probs_spec, loss_spec, member_of
 from sigsoftmax.losses import packing

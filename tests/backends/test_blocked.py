@@ -10,9 +10,9 @@ import torch
 
 from sigsoftmax import OutputFunction, register_function
 from sigsoftmax.backends import blocked
-from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.blocked.logistic import LogisticRows, SigsoftmaxRows, SoftmaxRows
-from sigsoftmax.parameters import ParameterKind
+from sigsoftmax.backends.chunked.form_rows import FormRows
+from sigsoftmax.family.parameters import ParameterKind
 
 LOGITS = torch.zeros(2, 4)
 SHIFTS = torch.linspace(-1.0, 1.0, 4)

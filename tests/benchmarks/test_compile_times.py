@@ -14,7 +14,8 @@ import torch
 
 import sigsoftmax
 from sigsoftmax.backends.triton import lowering as triton_lowering
-from sigsoftmax.backends.triton import scaling, token_kernels
+from sigsoftmax.backends.triton import scaling
+from sigsoftmax.backends.triton.kernels import token_kernels
 from sigsoftmax.contract import signature
 from sigsoftmax.losses import lowering
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.records import paper
 
 

@@ -28,7 +28,7 @@ from sigsoftmax.analysis.fitting import Problem
 from sigsoftmax.analysis.lbfgs import Budget, minimise
 from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.analysis.starts import Solution, contains, disturbed, embedded, random_start, spectral_start
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.records.capacity import CapacityResult, StartResult
 
 __all__ = ["Fitted", "Stop", "fit", "softmax_width_of_equal_kl"]

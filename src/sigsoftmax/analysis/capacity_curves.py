@@ -22,7 +22,7 @@ from sigsoftmax.analysis.distributions import Distributions
 from sigsoftmax.analysis.fitting import Problem
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.starts import Solution, contains
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.synthetic import Language, Weighting
 

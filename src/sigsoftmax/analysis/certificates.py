@@ -26,7 +26,7 @@ from sigsoftmax.analysis.head_sources import OutputHead
 from sigsoftmax.analysis.matrix_sources import MatrixSource, tensors
 from sigsoftmax.analysis.progress import OnProgress, Progress
 from sigsoftmax.analysis.rank_theory import linear_reason, upper_bound
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.records.spectra import RULES, RankBounds
 
 __all__ = ["matrix_rank_bounds", "rank_bounds"]

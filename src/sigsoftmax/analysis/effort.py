@@ -17,7 +17,7 @@ from sigsoftmax.analysis.capacity_curves import CapacityConfig, planned_fits
 from sigsoftmax.analysis.distributions import Distributions
 from sigsoftmax.analysis.fitting import Problem
 from sigsoftmax.analysis.starts import random_start
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 
 __all__ = ["Machine", "Step", "audit_steps", "fit_seconds", "in_words", "listed", "measure_machine"]
 

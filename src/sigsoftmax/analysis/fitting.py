@@ -19,8 +19,8 @@ from torch import Tensor
 from sigsoftmax.analysis.lbfgs import Apply, Budget, Minimum, minimise
 from sigsoftmax.contract import normalizing
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.heads import Head
-from sigsoftmax.parameters import ParameterKind
+from sigsoftmax.family.heads import Head
+from sigsoftmax.family.parameters import ParameterKind
 
 __all__ = ["Parts", "Problem"]
 

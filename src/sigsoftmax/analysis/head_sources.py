@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigsoftmax import functional
 from sigsoftmax.analysis.matrix_sources import MatrixSource, from_function
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
+from sigsoftmax.losses import functional
 
 __all__ = ["OutputHead", "full_precision"]
 

@@ -19,8 +19,8 @@ from sigsoftmax.analysis.head_sources import OutputHead
 from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.spec import prior_of
 from sigsoftmax.family import Learned, OutputFunction
-from sigsoftmax.heads import Head
-from sigsoftmax.parameters import ParameterKind
+from sigsoftmax.family.heads import Head
+from sigsoftmax.family.parameters import ParameterKind
 
 __all__ = ["Contexts", "OutputLayer", "blocks_of", "detached"]
 

@@ -1,7 +1,7 @@
 """What is taken to hold of a phi that a user registered, from its slope at some logits.
 
-The family knows the properties of its own members (see ``sigsoftmax.properties``) and none of a registered phi. An
-analysis that needs one asks the family first, and probes only what the family does not know.
+The family knows the properties of its own members (``family.properties``) and none of a registered phi. An analysis
+that needs one asks the family first, and probes only what the family does not know.
 
 Shapes: V words.
 """

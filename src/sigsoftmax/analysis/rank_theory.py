@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.head_sources import OutputHead
-from sigsoftmax.parameters import ParameterKind
+from sigsoftmax.family.parameters import ParameterKind
 
 __all__ = ["linear_reason", "upper_bound"]
 

@@ -17,8 +17,8 @@ from torch import Generator, Tensor
 from sigsoftmax.analysis.fitting import Problem
 from sigsoftmax.analysis.probing import line_beyond
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.heads import Head
-from sigsoftmax.parameters import ParameterKind
+from sigsoftmax.family.heads import Head
+from sigsoftmax.family.parameters import ParameterKind
 
 __all__ = ["Solution", "contains", "disturbed", "embedded", "random_start", "spectral_start"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from sigsoftmax.contract.rows import MASK, compute_dtype
 from sigsoftmax.contract.spec import MemberSpec
 from sigsoftmax.contract.tokens import finite, floored
-from sigsoftmax.forms import Form
-from sigsoftmax.parameters import ParameterKind, kind_of
+from sigsoftmax.family.formulas import Form
+from sigsoftmax.family.parameters import ParameterKind, kind_of
 from sigsoftmax.torch_internals import transforms_active
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sigsoftmax import family
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.forms import Form
-from sigsoftmax.parameters import ParameterKind, kind_of, scalar
+from sigsoftmax.family.formulas import Form
+from sigsoftmax.family.parameters import ParameterKind, kind_of, scalar
 
 Function = str | OutputFunction
 Reduction = Literal["none", "mean", "sum"]

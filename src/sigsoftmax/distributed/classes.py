@@ -15,8 +15,8 @@ from torch import Tensor
 from sigsoftmax.contract.signature import is_dtensor
 from sigsoftmax.distributed.exchange import Exchange, sum_gradients
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.losses.validation import check_floating, check_tensor
-from sigsoftmax.parameters import ParameterKind
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

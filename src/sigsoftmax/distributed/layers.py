@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from sigsoftmax.contract.signature import is_dtensor
 from sigsoftmax.distributed.exchange import Exchange
-from sigsoftmax.mixture import MixtureOutputLayer
-from sigsoftmax.modules import OutputLayer, buffer_name
-from sigsoftmax.parameters import ParameterKind
+from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.layers.mixture import MixtureOutputLayer
+from sigsoftmax.layers.output_layer import OutputLayer, buffer_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

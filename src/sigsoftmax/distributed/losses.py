@@ -35,10 +35,10 @@ from sigsoftmax.distributed.agreement import agreed_sizes
 from sigsoftmax.distributed.classes import ClassShards, Head, own_head, own_probabilities, replicated
 from sigsoftmax.distributed.exchange import sum_gradients
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.functional import LinearLossOptions, MixtureLossOptions
+from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.losses.functional import LinearLossOptions, MixtureLossOptions
 from sigsoftmax.losses.op import Extras, loss
 from sigsoftmax.losses.validation import check_floating, check_prior, check_product, check_tensor
-from sigsoftmax.parameters import ParameterKind
 
 
 class _ParallelOptions(LinearLossOptions, total=False):

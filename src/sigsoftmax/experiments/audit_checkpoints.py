@@ -17,11 +17,11 @@ from torch import Tensor
 from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, detached
 from sigsoftmax.experiments.audit_sources import Source
 from sigsoftmax.experiments.runs import checkpoint_file
+from sigsoftmax.layers.mixture import MixtureOutputLayer
 from sigsoftmax.lm.corpus_files import read_split
 from sigsoftmax.lm.data import Corpus, batchify, evaluation_windows
 from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.saved_models import LoadedModel, check_same_corpus, load_model
-from sigsoftmax.mixture import MixtureOutputLayer
 
 __all__ = ["open_checkpoint"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sigsoftmax.analysis.audit import AuditSettings
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.training import resolve_device
 
 __all__ = ["AuditConfig"]

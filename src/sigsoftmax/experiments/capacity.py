@@ -17,7 +17,7 @@ from sigsoftmax.analysis.effort import fit_seconds, in_words
 from sigsoftmax.analysis.lbfgs import Budget
 from sigsoftmax.analysis.spectrum import spectrum
 from sigsoftmax.experiments.distribution_sources import open_distributions
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.synthetic import Weighting

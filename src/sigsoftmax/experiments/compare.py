@@ -27,7 +27,7 @@ from sigsoftmax.experiments.log_outputs import log_output_blocks
 from sigsoftmax.experiments.run_times import EpochTimes, measure_epochs
 from sigsoftmax.experiments.runs import Resources, Run, folder_name, planned_runs
 from sigsoftmax.experiments.training_runs import After, train_runs
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data import Corpus, batchify
 from sigsoftmax.lm.evaluation import evaluate

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sigsoftmax.experiments.runs import Run, folder_name, planned_runs
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.config import PRECISIONS, Recipe
 from sigsoftmax.lm.recipes import field_paths, to_json, with_overrides
 from sigsoftmax.lm.training import Phase

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigsoftmax import functional
 from sigsoftmax._version import install_extra
-from sigsoftmax.mixture import MixtureOutputLayer
-from sigsoftmax.modules import OutputLayer
+from sigsoftmax.layers.mixture import MixtureOutputLayer
+from sigsoftmax.layers.output_layer import OutputLayer
+from sigsoftmax.losses import functional
 
 TOLERANCE = 1e-4
 """Largest difference from torch, relative to the largest number, beyond which an exported graph is refused."""

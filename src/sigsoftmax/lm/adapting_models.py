@@ -17,7 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from sigsoftmax import functional
+from sigsoftmax.layers.mixture import MixtureOutputLayer
+from sigsoftmax.layers.output_layer import OutputLayer
 from sigsoftmax.lm import kernels
 from sigsoftmax.lm.adaptation import Adapted, Factors, Gradient, TokenSum, adapt_
 from sigsoftmax.lm.few_tokens import LstmSteps, linear, linear_input_gradient, lstm, lstm_gate_gradients
@@ -25,8 +26,7 @@ from sigsoftmax.lm.model import LanguageModel
 from sigsoftmax.lm.precision import arithmetic
 from sigsoftmax.lm.recurrent import LayerState, carry_over
 from sigsoftmax.lm.window_gradients import WindowPass
-from sigsoftmax.mixture import MixtureOutputLayer
-from sigsoftmax.modules import OutputLayer
+from sigsoftmax.losses import functional
 
 __all__ = ["WIDEST_WINDOW", "AdaptingModels", "can_adapt"]
 

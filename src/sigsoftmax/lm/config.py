@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from sigsoftmax.family import Learned
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 
 __all__ = ["DynamicEvaluationConfig", "ModelConfig", "Precision", "Recipe", "TrainingConfig"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
+from sigsoftmax.layers.output_layer import FunctionModule
 from sigsoftmax.lm.config import ModelConfig
-from sigsoftmax.modules import FunctionModule
 
 __all__ = ["check_model_fits", "device_memory", "parameter_count"]
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
+from sigsoftmax.layers.mixture import MixtureOutputLayer
+from sigsoftmax.layers.output_layer import OutputLayer
 from sigsoftmax.lm.config import ModelConfig
 from sigsoftmax.lm.embedding import dropped_embedding
 from sigsoftmax.lm.recurrent import LayerState, LstmStack
 from sigsoftmax.lm.regularization import Masks
-from sigsoftmax.mixture import MixtureOutputLayer
-from sigsoftmax.modules import OutputLayer
 
 __all__ = ["Features", "LanguageModel"]
 

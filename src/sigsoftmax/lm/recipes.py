@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sigsoftmax import family
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.records.envelope import from_plain, to_plain

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sigsoftmax.heads import Head
+from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.config import DynamicEvaluationConfig, ModelConfig, Recipe, TrainingConfig
 from sigsoftmax.lm.dynamic_rates import Rates
 

@@ -24,8 +24,8 @@ from sigsoftmax.contract.spec import (
     log_probs_spec,
     loss_spec,
 )
+from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.losses.lowering import NEEDS_AUTOGRAD, REFERENCE, chosen_backend
-from sigsoftmax.parameters import ParameterKind
 
 KINDS: tuple[ParameterKind | None, ...] = (None, ParameterKind.SCALAR, ParameterKind.PER_CLASS)
 """of an argument by its number in an op; the first is a fixed number"""

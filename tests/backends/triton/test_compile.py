@@ -44,8 +44,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     from sigsoftmax.backends import triton as kernels
 
     recorded: list[Launch] = []
-    names = [module.name for module in pkgutil.iter_modules(kernels.__path__)]
-    for module in [importlib.import_module(f"{kernels.__name__}.{name}") for name in names]:
+    names = [module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    for module in map(importlib.import_module, names):
         for name, value in vars(module).copy().items():
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Recorder(value, recorded))
@@ -298,8 +298,8 @@ def test_the_kernels_of_a_mixture_over_few_tokens(launches: list[Launch], tmp_pa
 
 @pytest.mark.parametrize("function", ["sigsoftmax", "gss(k=0.2)", "relu"])
 def test_the_kernels_of_a_walk_over_classes(function: str, launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.class_walk import ClassWalk
-    from sigsoftmax.backends.sources import LinearLogits
+    from sigsoftmax.backends.chunked.providers import LinearLogits
+    from sigsoftmax.backends.chunked.vocabulary_blocks import ClassWalk
     from sigsoftmax.backends.triton import ranges
     from sigsoftmax.backends.triton.rows import TritonRows
 

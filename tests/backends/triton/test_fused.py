@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends import sources
+from sigsoftmax.backends.chunked import providers
 from sigsoftmax.backends.triton import fused
 from sigsoftmax.contract.problem import LossPath
 
@@ -106,7 +106,7 @@ def test_any_number_of_classes(
     has_bias: bool, alignment: int, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where rows are aligned there is room after the last class."""
-    monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
+    monkeypatch.setattr(providers, "row_alignment", lambda device: alignment)
     odd, y = V - 11, torch.randint(V - 11, (N,))
     inputs = [torch.randn(N, D), torch.randn(odd, D), torch.randn(odd)]
     mixed = [torch.randn(N, K, D), torch.randn(N, K), *inputs[1:]]
@@ -160,7 +160,7 @@ def test_masks_and_rows_that_do_not_count(fused_paths: list[LossPath]) -> None:
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_a_single_token(alignment: int, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, or left for the last chunk; one row is contiguous, whatever comes after it."""
-    monkeypatch.setattr(sources, "row_alignment", lambda device: alignment)
+    monkeypatch.setattr(providers, "row_alignment", lambda device: alignment)
     odd = V - 11
     for options in ({}, {"reduction": "sum"}):
         check(

@@ -39,7 +39,7 @@ def large_slab() -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss(k=0.2)"])
 def test_rows_beyond_two_to_the_31(name: str, large_slab: Tensor) -> None:
-    from sigsoftmax.backends.blocked.any_form import FormRows
+    from sigsoftmax.backends.chunked.form_rows import FormRows
     from sigsoftmax.backends.triton.rows import TritonRows
     from sigsoftmax.contract.rows import RowCoefficients
 

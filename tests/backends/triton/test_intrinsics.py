@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 
 import triton.language as tl  # noqa: E402 - it needs triton
 
-from sigsoftmax.backends.triton import intrinsics  # noqa: E402
+from sigsoftmax.backends.triton.kernels import intrinsics  # noqa: E402
 
 SIZE = 4096
 UNIT = 2.0**-23

@@ -19,7 +19,7 @@ from tests.backends.triton.device import DEVICE, IS_INTERPRETED
 from tests.tables import LEAST, MEMBERS, Member, by_label
 from torch import Tensor
 
-from sigsoftmax.backends.blocked.any_form import FormRows
+from sigsoftmax.backends.chunked.form_rows import FormRows
 from sigsoftmax.backends.triton import rows, scaling
 from sigsoftmax.backends.triton.rows import TritonRows
 from sigsoftmax.backends.triton.shapes import fast_shape

@@ -46,7 +46,7 @@ def test_computing_with_an_option_is_found() -> None:
     assert computed_options("def host(z_loss):\n    return 2.0 * z_loss\n") == []
 
 
-@pytest.mark.parametrize("path", sorted(KERNELS.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda path: path.name)
 def test_only_one_file_computes_with_the_options_of_a_loss(path: Path) -> None:
     found = computed_options(path.read_text(encoding="utf-8"))
     if path.name == "tokens.py":
@@ -58,7 +58,7 @@ def test_only_one_file_computes_with_the_options_of_a_loss(path: Path) -> None:
 INTERPRETER = ("IS_INTERPRETED", "TRITON_INTERPRET")
 """names by which a file can ask whether kernels are interpreted"""
 ASKING = {
-    "backends/triton/intrinsics.py": "has a stand-in for every operation that the interpreter lacks",
+    "backends/triton/kernels/intrinsics.py": "has a stand-in for every operation that the interpreter lacks",
     "backends/triton/lowering.py": "lets kernels take tensors on a CPU; no kernel depends on it",
     "lm/kernels/__init__.py": "lets kernels take tensors on a CPU; no kernel depends on it",
 }

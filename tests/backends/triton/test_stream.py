@@ -14,7 +14,8 @@ from tests.tables import gradients
 from torch import Tensor
 
 import sigsoftmax
-from sigsoftmax.backends.triton import fused, plan_kernels, rows, stream
+from sigsoftmax.backends.triton import fused, rows
+from sigsoftmax.backends.triton.kernels import fused_kernels, stream
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.shapes import FastShape
 
@@ -34,9 +35,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     original = Launch.__call__
 
     def call(self: Launch, *tensors: Tensor) -> None:
-        is_fused = self.kernel in (plan_kernels.loss_kernel, plan_kernels.stream_kernel)
+        is_fused = self.kernel in (fused_kernels.loss_kernel, fused_kernels.stream_kernel)
         if is_fused or "IS_STREAM" in self.constants:
-            found.append(self.constants.get("IS_STREAM", self.kernel is plan_kernels.stream_kernel))
+            found.append(self.constants.get("IS_STREAM", self.kernel is fused_kernels.stream_kernel))
         original(self, *tensors)
 
     monkeypatch.setattr(Launch, "__call__", call)

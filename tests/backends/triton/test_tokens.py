@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 
 import triton.language as tl  # noqa: E402 - it needs triton
 
-from sigsoftmax.backends.triton import tokens  # noqa: E402
+from sigsoftmax.backends.triton.kernels import tokens  # noqa: E402
 
 N, K = 32, 4
 LARGEST = torch.finfo(torch.float32).max

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from sigsoftmax import Learned, OutputFunction, register_function
+from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.integrations.huggingface.head_function import HeadFunction, capped, is_plain_softmax, tempered
-from sigsoftmax.parameters import ParameterKind
 
 SCALAR, PER_CLASS = ParameterKind.SCALAR, ParameterKind.PER_CLASS
 

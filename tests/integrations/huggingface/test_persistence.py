@@ -260,12 +260,12 @@ def test_a_saved_function_is_not_replaced_by_a_keyword(tmp_path):
 
 
 def test_functions_of_the_user_must_be_registered_before_loading(tmp_path):
-    from sigsoftmax import family
+    from sigsoftmax.family import members
 
     register_function("cubic", lambda z: z + z**3 / 3)
     model = apply_output_function(tiny(), "cubic")
     model.save_pretrained(tmp_path)
-    del family._DEFINITIONS["cubic"]
+    del members._DEFINITIONS["cubic"]
     with pytest.raises(ValueError, match="register_function"):
         from_pretrained(tmp_path)
 

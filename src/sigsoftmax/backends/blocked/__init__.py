@@ -2,8 +2,8 @@
 
 A block of rows stays in the cache while a dozen torch operations pass over it, so the logits come from memory once
 and the gradient goes there once. ``logistic`` has hand-made passes for the logistic form, softmax and sigsoftmax
-with one exponential an element among them; ``any_form`` runs the reference formulas on the block, for every other
-member and for blocks with masks. The same code runs on any device.
+with one exponential an element among them; ``chunked.form_rows`` runs the reference formulas on the block, for every
+other member and for blocks with masks. The same code runs on any device.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sigsoftmax.backends.blocked.any_form import FormRows
 from sigsoftmax.backends.blocked.logistic import LogisticRows, SigsoftmaxRows, SoftmaxRows
+from sigsoftmax.backends.chunked.form_rows import FormRows
 from sigsoftmax.contract.normalizing import constant
 from sigsoftmax.contract.rows import RowRoutines
-from sigsoftmax.forms import LOGISTIC, Form
+from sigsoftmax.family.formulas import LOGISTIC, Form
 
 
 def routines(form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool) -> RowRoutines:

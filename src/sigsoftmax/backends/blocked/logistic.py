@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.blocked.any_form import FormRows, block_rows
+from sigsoftmax.backends.chunked.form_rows import FormRows, block_rows
 from sigsoftmax.contract import tokens
 from sigsoftmax.contract.rows import MASK, RowCoefficients, RowRoutines, RowStats, compute_dtype
-from sigsoftmax.forms import LOGISTIC
-from sigsoftmax.parameters import ParameterKind
+from sigsoftmax.family.formulas import LOGISTIC
+from sigsoftmax.family.parameters import ParameterKind
 
 BLOCK_BYTES = 2 * 2**20
 """A few work buffers of this size stay in the caches of today's cores."""

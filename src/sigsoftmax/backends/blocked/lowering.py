@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sigsoftmax.backends import blocked
-from sigsoftmax.backends.log_probs_path import ChunkedLogProbs
-from sigsoftmax.backends.loss_path import ChunkedLoss
+from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
+from sigsoftmax.backends.chunked.loss import ChunkedLoss
 from sigsoftmax.contract.problem import LogProbsPath, LossPath, Problem, Refusal
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
 

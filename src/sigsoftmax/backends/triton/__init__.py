@@ -1,6 +1,5 @@
-"""Rows on a GPU in Triton: the two routines in one kernel a call, for every member of the family.
+"""Losses on a GPU, with kernels in Triton for every member of the family.
 
-``forms`` transcribes the formulas of ``family`` for the device; ``fast`` is the kernel for softmax and sigsoftmax
-(one read of the row from memory, one from the cache, one write); ``general`` serves every other member and option;
-``rows`` chooses between them and launches. Importing this package needs triton.
+``lowering`` picks a path: a fused one, one of few launches, or the chunk loop with rows by kernels. The code of the
+device is in ``kernels``. Importing anything here but ``lowering`` needs triton.
 """

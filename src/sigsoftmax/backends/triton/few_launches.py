@@ -16,15 +16,15 @@ import torch
 import triton
 from torch import Tensor
 
-from sigsoftmax.backends.chunks import Rows, TokenLosses
-from sigsoftmax.backends.class_walk import ClassWalk
-from sigsoftmax.backends.loss_path import Computed
-from sigsoftmax.backends.sources import LinearLogits, Source
+from sigsoftmax.backends.chunked.loop import Rows, TokenLosses
+from sigsoftmax.backends.chunked.loss import Computed
+from sigsoftmax.backends.chunked.providers import LinearLogits, Source
+from sigsoftmax.backends.chunked.vocabulary_blocks import ClassWalk
 from sigsoftmax.backends.triton import priors, ranges
+from sigsoftmax.backends.triton.kernels.token_kernels import after_kernel, before_kernel, mixture_kernel, total_kernel
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.backends.triton.paths import TritonLoss
 from sigsoftmax.backends.triton.rows import TritonRows
-from sigsoftmax.backends.triton.token_kernels import after_kernel, before_kernel, mixture_kernel, total_kernel
 from sigsoftmax.contract import value_checks
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Problem

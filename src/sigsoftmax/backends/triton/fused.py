@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends import products, sources
-from sigsoftmax.backends.triton import columns, plan_kernels, stream
+from sigsoftmax.backends.chunked import matmul, providers
+from sigsoftmax.backends.triton import columns
+from sigsoftmax.backends.triton.kernels import fused_kernels, stream
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.paths import Scaler, TritonLinearLogits
 from sigsoftmax.backends.triton.shapes import FastShape, fast_shape, multiprocessors, stagger
@@ -104,7 +105,7 @@ def lower(problem: Problem[LossSpec]) -> FusedLoss | Refusal:
     if reason is not None:
         return Refusal(reason)
     tokens, size = problem.num_tokens, problem.product_dtype.itemsize
-    width = products.rounded_up(problem.num_classes, sources.row_alignment(problem.device) if problem.has_weight else 1)
+    width = matmul.rounded_up(problem.num_classes, providers.row_alignment(problem.device) if problem.has_weight else 1)
     if problem.has_weight and tokens * width * size > problem.chunk_bytes:
         return Refusal("the logits of all tokens exceed chunk_bytes")
     spec = problem.spec
@@ -126,7 +127,7 @@ def _kernels(problem: Problem[LossSpec], width: int, shape: FastShape, *, is_sig
     first_numbers = (tokens, width, problem.num_classes, alpha, c, spec.ignore_index, spec.z_loss)
     constants = {"IS_SIG": is_sig, "IS_MEAN": spec.reduction == "mean", "HAS_Z_LOSS": spec.z_loss != 0}
     whole = Launch(
-        plan_kernels.loss_kernel,
+        fused_kernels.loss_kernel,
         min(tokens, programs),
         (*first_numbers, spec.label_smoothing, stagger(tokens, width, size, programs)),
         {**constants, "IS_SMOOTH": spec.label_smoothing != 0, "LANES": shape.lanes, "BLOCK": block},
@@ -138,14 +139,14 @@ def _kernels(problem: Problem[LossSpec], width: int, shape: FastShape, *, is_sig
         return Kernels(whole, None)
     programs = min(tokens, streamed.per_processor * processors)
     rows = Launch(
-        plan_kernels.stream_kernel,
+        fused_kernels.stream_kernel,
         programs,
         (tokens, width, alpha, c, spec.ignore_index, spec.z_loss, stagger(tokens, width, size, programs)),
         {**constants, "LANES": streamed.lanes, "BLOCK": block},
         num_warps=streamed.warps,
     )
     finish = Launch(
-        plan_kernels.finish_kernel,
+        fused_kernels.finish_kernel,
         -(-tokens // FINISHED_ROWS),
         first_numbers,
         {"IS_SIG": is_sig, "HAS_Z_LOSS": spec.z_loss != 0, "ROWS": FINISHED_ROWS, "BLOCK": block},
@@ -202,12 +203,12 @@ class FusedLoss:
         by_bias = None
         if wanted.bias:
             by_bias = torch.empty(bias_V.shape, dtype=torch.float32, device=self.device)
-            add: Any = columns.add_column_sums if logits_NV.is_cuda else products.add_column_sums
+            add: Any = columns.add_column_sums if logits_NV.is_cuda else matmul.add_column_sums
             add(by_bias, logits_NV, is_first=True)
             by_bias = by_bias.to(bias_V.dtype)
         return (
             torch.mm(logits_NV, weight_Vd).view(input.shape) if wanted.input else None,
-            products.sum_over_rows(logits_NV, rows_Nd) if wanted.weight else None,
+            matmul.sum_over_rows(logits_NV, rows_Nd) if wanted.weight else None,
             by_bias,
         )
 

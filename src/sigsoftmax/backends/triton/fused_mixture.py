@@ -13,12 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
-from sigsoftmax.backends import products, sources
-from sigsoftmax.backends.triton import forms, fused, priors
+from sigsoftmax.backends.chunked import matmul, providers
+from sigsoftmax.backends.triton import fused, priors
+from sigsoftmax.backends.triton.kernels import forms
+from sigsoftmax.backends.triton.kernels.token_kernels import planned_mixture_kernel
 from sigsoftmax.backends.triton.launches import Launch
 from sigsoftmax.backends.triton.paths import Scaler, TritonLinearLogits
 from sigsoftmax.backends.triton.rows import TritonRows
-from sigsoftmax.backends.triton.token_kernels import planned_mixture_kernel
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import LossResults, Problem, Refusal
 from sigsoftmax.contract.spec import LossSpec
@@ -50,7 +51,7 @@ def lower(problem: Problem[LossSpec]) -> FusedMixture | Refusal:
         return Refusal(f"{problem.components:,} components exceed its {priors.MOST_COMPONENTS:,}")
     if not 0 < tokens <= fused.MOST_TOKENS:
         return Refusal(f"{tokens:,} tokens exceed its {fused.MOST_TOKENS:,}" if tokens else "no tokens")
-    plan = sources.plan_of(problem)
+    plan = providers.plan_of(problem)
     if plan.weight_gradient == "exact" and problem.wanted.weight:
         return Refusal("the gradient of the weight is computed exactly, a range of classes at a time")
     return FusedMixture(problem, plan.cut.tokens)
@@ -91,7 +92,7 @@ class FusedMixture:
         prior = spec.prior
         assert prior is not None
         tokens, components, chunk_tokens = problem.num_tokens, problem.components, self.chunk_tokens
-        width = products.rounded_up(problem.num_classes, sources.row_alignment(problem.device))
+        width = matmul.rounded_up(problem.num_classes, providers.row_alignment(problem.device))
         like = torch.empty(0, dtype=problem.product_dtype, device=problem.device)
         routines = TritonRows(spec.member.form, spec.member.arguments(()), like, rows_of_target=components)
         lanes = triton.next_power_of_2(components)

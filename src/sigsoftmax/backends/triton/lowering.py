@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from sigsoftmax.backends.log_probs_path import ChunkedLogProbs
+from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
 from sigsoftmax.contract.devices import has_triton
 from sigsoftmax.contract.problem import LogProbsPath, LossPath, Problem, Refusal
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.loss_path import ChunkedLoss, Prior
-from sigsoftmax.backends.sources import LinearLogits
+from sigsoftmax.backends.chunked.loss import ChunkedLoss, Prior
+from sigsoftmax.backends.chunked.providers import LinearLogits
 from sigsoftmax.backends.triton import columns, priors, rows, scaling
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Problem

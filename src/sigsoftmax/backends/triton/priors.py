@@ -9,81 +9,19 @@ from typing import cast
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from sigsoftmax.backends.loss_path import Prior
-from sigsoftmax.backends.triton import forms
+from sigsoftmax.backends.chunked.loss import Prior
+from sigsoftmax.backends.triton.kernels import forms
+from sigsoftmax.backends.triton.kernels.priors import log_prior_kernel
 from sigsoftmax.backends.triton.launches import launch
 from sigsoftmax.contract.spec import MemberSpec
-from sigsoftmax.forms import Form
+from sigsoftmax.family.formulas import Form
 
 MOST_COMPONENTS = 256
 TILE = 1024
 """numbers that a program holds"""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@triton.jit
-def _anchored(z, alpha, beta, c, FORM: tl.constexpr, IS_INCREASING: tl.constexpr):
-    """(the logit of each row at which phi is largest, z without masks); a mask is -inf."""
-    anchor = tl.max(z, 1)[:, None]
-    anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
-    safe_z = tl.where(z != -float("inf"), z, anchor)
-    if not IS_INCREASING:
-        anchor = forms.leading(tl.min(safe_z, 1)[:, None], anchor, alpha, beta, c, FORM)
-    return anchor, safe_z
-
-
-@triton.jit
-def log_prior_of(z, alpha, beta, c, FORM: tl.constexpr, IS_INCREASING: tl.constexpr):
-    """log f of rows of logits."""
-    anchor, safe_z = _anchored(z, alpha, beta, c, FORM, IS_INCREASING)
-    value = tl.where(z != -float("inf"), forms.relative(safe_z, anchor, alpha, beta, c, c, FORM), z)
-    # The anchor's value is its tail, and not 0.
-    top = tl.max(value, 1)[:, None]
-    top = tl.where(top == -float("inf"), 0.0, top)
-    return value - (top + tl.log(tl.sum(tl.exp(value - top), 1)[:, None]))
-
-
-@triton.jit
-def by_prior_logits(z, log_f, by_log_f, alpha, beta, c, FORM: tl.constexpr):
-    """The gradient of the logits, given that of log f; outside the row both are masked."""
-    safe_z = tl.where(z != -float("inf"), z, 0.0)
-    by_phi = by_log_f - tl.exp(log_f) * tl.sum(by_log_f, 1)[:, None]
-    return by_phi * tl.where(z != -float("inf"), forms.slope(safe_z, alpha, beta, c, FORM), 1.0)
-
-
-@triton.jit
-def log_prior_kernel(
-    logits,
-    log_prior,
-    by_log_prior,
-    out,
-    N,
-    K,
-    alpha,
-    beta,
-    c,
-    FORM: tl.constexpr,
-    IS_INCREASING: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """``out`` is log f of each row; backward, given that, the gradient of the logits."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    component = tl.arange(0, LANES)[None, :]
-    inside = (token < N) & (component < K)
-    position = token * K + component
-    z = tl.load(logits + position, mask=inside, other=-float("inf")).to(tl.float32)
-    if BACKWARD:
-        log_f = tl.load(log_prior + position, mask=inside, other=-float("inf"))
-        by_log_f = tl.load(by_log_prior + position, mask=inside, other=0.0).to(tl.float32)
-        by_z = by_prior_logits(z, log_f, by_log_f, alpha, beta, c, FORM)
-        tl.store(out + position, by_z.to(out.dtype.element_ty), mask=inside)
-    else:
-        tl.store(out + position, log_prior_of(z, alpha, beta, c, FORM, IS_INCREASING), mask=inside)
 
 
 def _launch(

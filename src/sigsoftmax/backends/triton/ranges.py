@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.class_walk import ClassWalk
-from sigsoftmax.backends.triton import forms
+from sigsoftmax.backends.chunked.vocabulary_blocks import ClassWalk
+from sigsoftmax.backends.triton.kernels import forms
+from sigsoftmax.backends.triton.kernels.range_kernels import add_kernel
 from sigsoftmax.backends.triton.launches import launch
-from sigsoftmax.backends.triton.range_kernels import add_kernel
 from sigsoftmax.backends.triton.rows import TritonRows
 from sigsoftmax.contract.rows import RowCoefficients, RowStats
 

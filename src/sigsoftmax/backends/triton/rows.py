@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.triton import fast_rows, forms, general, stream
+from sigsoftmax.backends.triton.kernels import fast_rows, forms, general, stream
 from sigsoftmax.backends.triton.launches import Launch, launch
 from sigsoftmax.backends.triton.shapes import PER_CLASS_SHAPE, fast_shape, general_shape, multiprocessors, stagger
 from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.normalizing import constant
 from sigsoftmax.contract.rows import RowCoefficients, RowStats
 from sigsoftmax.contract.tokens import with_z_slopes
-from sigsoftmax.forms import Form
-from sigsoftmax.parameters import ParameterKind, kind_of
+from sigsoftmax.family.formulas import Form
+from sigsoftmax.family.parameters import ParameterKind, kind_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

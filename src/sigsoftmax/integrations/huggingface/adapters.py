@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
 from sigsoftmax.family import Learned, OutputFunction
+from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.integrations.huggingface import checkpoints
-from sigsoftmax.parameters import ParameterKind
 
 ADAPTER_FILE = "adapter_config.json"
 MARK = f"{checkpoints.KEY}:"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigsoftmax import functional
 from sigsoftmax.contract.spec import Function, Reduction, WeightGradient, check_nonnegative
+from sigsoftmax.losses import functional
 
 KeepLogits = Literal["eval", "always", "never"]
 Count = Tensor | int | None

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sigsoftmax import functional
 from sigsoftmax.contract.problem import default_chunk_bytes
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.family import OutputFunction
@@ -33,6 +32,7 @@ from sigsoftmax.integrations.huggingface.causal_loss import (
 )
 from sigsoftmax.integrations.huggingface.head_function import LogitAdjustment, tempered
 from sigsoftmax.integrations.huggingface.known_libraries import FusedHead
+from sigsoftmax.losses import functional
 
 IGNORED = -100
 

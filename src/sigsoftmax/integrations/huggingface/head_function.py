@@ -16,8 +16,8 @@ from sigsoftmax import family
 from sigsoftmax.contract.rows import MASK, compute_dtype
 from sigsoftmax.contract.spec import Function
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.modules import FunctionModule
-from sigsoftmax.parameters import ParameterKind
+from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.layers.output_layer import FunctionModule
 
 SLAB_NUMBERS = 8 * 2**20
 """Logits that need no gradient are transformed in place, so many at a time (32 MiB in float32)."""

@@ -8,7 +8,7 @@ from transformers import LogitsProcessor
 
 from sigsoftmax.contract.spec import Function
 from sigsoftmax.integrations.huggingface.head_function import transformed
-from sigsoftmax.modules import FunctionModule
+from sigsoftmax.layers.output_layer import FunctionModule
 
 
 class OutputFunctionLogitsProcessor(LogitsProcessor):

@@ -1,0 +1,107 @@
+"""The two routines for any form, masks and all, by the reference formulas.
+
+Shapes: R rows of a block, V classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.contract import normalizing, tokens
+from sigsoftmax.contract.rows import RowCoefficients, RowStats, compute_dtype
+from sigsoftmax.family.formulas import Form
+from sigsoftmax.family.parameters import ParameterKind, kind_of
+
+BLOCK_BYTES = 512 * 2**10
+"""Intermediate results of this size are reused by the allocator; larger ones are mapped and faulted in each time."""
+
+
+def block_rows(num_classes: int, device: torch.device, block_bytes: int) -> int | None:
+    return max(1, block_bytes // (4 * num_classes)) if device.type == "cpu" else None
+
+
+class FormRows:
+    """Any form."""
+
+    def __init__(
+        self, form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool = False
+    ) -> None:
+        self.form = form
+        self.dtype = compute_dtype(logits_like.dtype)
+        like = logits_like.new_empty(0, dtype=self.dtype)
+        self.arguments = normalizing.arguments_like(like, form, [a.detach() for a in arguments])
+        self.kinds = [kind_of(a) for a in arguments]
+        self.properties = form.properties([normalizing.constant(a) for a in arguments])
+        self.is_increasing = self.properties.is_increasing is True
+        self.needs_arguments = needs_arguments
+        self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
+        self._argument_sums = [like.new_zeros(a.shape) for a in self.arguments]
+        self._rows: normalizing.Rows | None = None
+
+    def rows(self, logits_RV: Tensor) -> normalizing.Rows:
+        return normalizing.rows(logits_RV, self.form, self.arguments, is_increasing=self.is_increasing)
+
+    def stats(
+        self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
+    ) -> RowStats:
+        rows = self._rows = self.rows(logits_RV)
+        relative = rows.relative
+        return RowStats(
+            rows.anchor.squeeze(-1),
+            rows.offset.squeeze(-1),
+            rows.normalizer.squeeze(-1),
+            None if index_R is None else relative.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
+            None if dense is None else rows.weighted(dense),
+            relative.argmax(-1) if argmax else None,
+            tokens.entropy(rows.log_probs) if entropy else None,
+        )
+
+    def gradient(
+        self,
+        logits_RV: Tensor,
+        stats: RowStats,
+        coefficients: RowCoefficients,
+        index_R: Tensor | None,
+        dense: Tensor | None,
+        out_RV: Tensor,
+    ) -> None:
+        assert self._rows is not None, "stats comes before gradient"
+        by_phi_RV = (self._rows.relative - stats.normalizer.unsqueeze(-1)).exp_()
+        by_phi_RV.mul_(coefficients.normalizer.unsqueeze(-1))
+        if dense is not None and coefficients.dense is not None:
+            by_phi_RV.add_(coefficients.dense.unsqueeze(-1) * dense)
+        if index_R is not None and coefficients.target is not None:
+            by_phi_RV.scatter_add_(-1, index_R.unsqueeze(-1), coefficients.target.unsqueeze(-1))
+        if coefficients.unused is not None:
+            by_phi_RV.masked_fill_(coefficients.unused.unsqueeze(-1), 0.0)
+        self.backpropagate(logits_RV, by_phi_RV, out_RV)
+
+    def backpropagate(self, logits_RV: Tensor, by_phi_RV: Tensor, out_RV: Tensor) -> None:
+        """From dL/dphi of every element to dL/dz and the arguments; a mask has slope 1 and no parameters."""
+        z, masked, anchor = normalizing.anchored(
+            logits_RV.to(self.dtype), self.form, self.arguments, is_increasing=self.is_increasing
+        )
+        slope = self.form.slope(z, *self.arguments)
+        unused = by_phi_RV == 0
+        if self.needs_arguments:
+            by_phi_of_kept = by_phi_RV.masked_fill(masked, 0.0)
+            row_sums = by_phi_of_kept.sum(-1, keepdim=True)
+            relative, offset = self.form.argument_slopes(z, anchor, *self.arguments)
+            sums = zip(self._argument_sums, self.kinds, relative, offset, strict=True)
+            for total, kind, by_relative, by_offset in sums:
+                product = (by_phi_of_kept * by_relative).masked_fill_(unused, 0.0)
+                if kind is ParameterKind.PER_CLASS:
+                    # It is a shift, or the user's: the offset does not move with it.
+                    total += product.sum(0)
+                else:
+                    total += product.sum() + torch.where(row_sums == 0, row_sums, row_sums * by_offset).sum()
+        # What the loss does not depend on has gradient 0, even where the logit is NaN or its slope infinite.
+        slope = torch.where(masked, torch.ones_like(slope), slope).masked_fill_(unused, 0.0)
+        torch.mul(by_phi_RV, slope, out=by_phi_RV)
+        out_RV.copy_(by_phi_RV)
+
+    def argument_gradients(self) -> list[Tensor]:
+        return self._argument_sums

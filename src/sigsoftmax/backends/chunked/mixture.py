@@ -1,0 +1,73 @@
+"""A block of tokens of a mixture whose loss, result or extras need the mixed probability of every class.
+
+Shapes: n tokens of a block, K components, V classes; R = n K rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.backends.chunked.form_rows import FormRows
+from sigsoftmax.contract.rows import MASK
+from sigsoftmax.contract.tokens import floored
+
+
+class MixtureBlock:
+    """The mixed log-probability of every class for a block of tokens, and its gradient.
+
+    ``normalizer_R`` replaces the log normaliser of the rows, relative to their offset, where other classes count in it.
+    """
+
+    def __init__(
+        self,
+        routines: FormRows,
+        logits_RV: Tensor,
+        log_prior_nK: Tensor,
+        floor: float,
+        normalizer_R: Tensor | None = None,
+    ) -> None:
+        self.routines = routines
+        self.logits_RV = logits_RV
+        tokens, components = log_prior_nK.shape
+        rows = routines.rows(logits_RV)
+        if normalizer_R is not None:
+            rows = rows._replace(normalizer=normalizer_R.unsqueeze(-1))
+        self.log_normalizer_nK = rows.log_normalizer.view(tokens, components)
+        self.log_f_nKV = rows.log_probs.view(tokens, components, -1)
+        self.joint_nKV = log_prior_nK.unsqueeze(-1) + self.log_f_nKV
+        self.exact_log_p_nV = torch.logsumexp(self.joint_nKV, 1)
+        self.log_p_nV = floored(self.exact_log_p_nV, floor)
+        self.floor = floor
+
+    def gradient(
+        self, by_log_p_nV: Tensor, by_normalizer_nK: Tensor | None, unused_n1: Tensor | None, out_RV: Tensor
+    ) -> Tensor:
+        """From dL/dlog P to dL/dlogits, written to ``out_RV``; returns dL/dlog prior, (n, K)."""
+        by_log_f_nKV = self.by_log_f(by_log_p_nV)
+        by_log_prior_nK = by_log_f_nKV.sum(-1)
+        self.backpropagate(by_log_f_nKV, by_log_prior_nK, by_normalizer_nK, unused_n1, out_RV)
+        return by_log_prior_nK
+
+    def by_log_f(self, by_log_p_nV: Tensor) -> Tensor:
+        """From dL/dlog P to dL/dlog f of every component, (n, K, V); its sum over all classes is dL/dlog prior."""
+        if self.floor:
+            by_log_p_nV = by_log_p_nV * torch.exp(self.exact_log_p_nV - self.log_p_nV)
+        responsibility = torch.exp(self.joint_nKV - self.exact_log_p_nV.unsqueeze(1))
+        responsibility.masked_fill_((self.exact_log_p_nV == MASK).unsqueeze(1), 0.0)
+        return responsibility.mul_(by_log_p_nV.unsqueeze(1))
+
+    def backpropagate(
+        self,
+        by_log_f_nKV: Tensor,
+        by_log_prior_nK: Tensor,
+        by_normalizer_nK: Tensor | None,
+        unused_n1: Tensor | None,
+        out_RV: Tensor,
+    ) -> None:
+        """From dL/dlog f to dL/dlogits, written to ``out_RV``."""
+        minus_by_normalizer = by_log_prior_nK if by_normalizer_nK is None else by_log_prior_nK - by_normalizer_nK
+        by_phi = by_log_f_nKV - self.log_f_nKV.exp() * minus_by_normalizer.unsqueeze(-1)
+        if unused_n1 is not None:
+            by_phi.masked_fill_(unused_n1.unsqueeze(-1), 0.0)
+        self.routines.backpropagate(self.logits_RV, by_phi.reshape(self.logits_RV.shape), out_RV)

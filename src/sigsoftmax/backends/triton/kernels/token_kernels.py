@@ -1,0 +1,244 @@
+"""The kernels that finish the losses of tokens around the kernels of rows, of one component and of a mixture.
+
+Shapes: N tokens, K components, V classes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sigsoftmax.backends.triton.kernels import fused_kernels, priors, tokens
+
+
+@triton.jit
+def before_kernel(
+    target,
+    class_weight,
+    given_scale,
+    index,
+    scale,
+    by_normalizer,
+    by_target,
+    z_slope,
+    empty,
+    N,
+    V,
+    ignore_index,
+    z_loss,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Check the targets, and write what each token counts: 1 over the sum of weights for a mean."""
+    counted = tl.zeros([BLOCK], tl.float32)
+    kept_tokens = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, N, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        y = tl.load(target + position, mask=position < N, other=ignore_index)
+        is_kept = y != ignore_index
+        tl.device_assert((y == ignore_index) | ((y >= 0) & (y < V)), "target out of range; see SIGSOFTMAX_CHECK=1")
+        weight = tokens.token_scales(is_kept, 1.0)
+        if HAS_WEIGHT:
+            weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
+        counted += weight
+        kept_tokens += is_kept.to(tl.int32)
+    share = tl.full((), 1.0, tl.float32)
+    if IS_MEAN:
+        share = tokens.mean_scale(tl.sum(counted, 0))
+        tl.store(empty, tokens.empty_mean(tl.sum(kept_tokens, 0)))
+    else:
+        tl.store(empty, 0.0)
+    for start in range(0, N, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < N
+        y = tl.load(target + position, mask=inside, other=ignore_index)
+        is_kept = y != ignore_index
+        token_scale = tokens.token_scales(is_kept, share)
+        if HAS_SCALE:
+            token_scale = tokens.token_scales(is_kept, tl.load(given_scale + position, mask=inside, other=0.0))
+        weight = 1.0
+        if HAS_WEIGHT:
+            weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
+        by_n = tokens.class_coefficients(token_scale, weight, HAS_WEIGHT)
+        tl.store(index + position, tl.where(is_kept, y, 0), mask=inside)
+        tl.store(scale + position, token_scale, mask=inside)
+        tl.store(by_normalizer + position, by_n, mask=inside)
+        tl.store(by_target + position, -by_n, mask=inside)
+        tl.store(z_slope + position, tokens.z_slopes(token_scale, z_loss), mask=inside)
+
+
+@triton.jit
+def after_kernel(
+    target,
+    class_weight,
+    scale,
+    offset,
+    normalizer,
+    at_target,
+    empty,
+    losses,
+    log_normalizer,
+    total,
+    N,
+    ignore_index,
+    z_loss,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The loss of each token, 0 for an ignored one, and their weighted total."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < N
+        y = tl.load(target + position, mask=inside, other=ignore_index)
+        is_kept = y != ignore_index
+        n = tl.load(normalizer + position, mask=inside, other=0.0)
+        row_offset = tl.load(offset + position, mask=inside, other=0.0)
+        tl.store(log_normalizer + position, n + row_offset, mask=inside)
+        gap = tl.load(at_target + position, mask=inside, other=0.0)
+        weight = 1.0
+        if HAS_WEIGHT:
+            weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
+        loss = tokens.token_losses(n, gap, row_offset, weight, z_loss, HAS_WEIGHT, HAS_Z_LOSS)
+        loss = tl.where(is_kept, loss, 0.0)
+        tl.store(losses + position, loss, mask=inside)
+        sums += tokens.scaled(loss, tl.load(scale + position, mask=inside, other=0.0))
+    tl.store(total, tl.sum(sums, 0) + tl.load(empty))
+
+
+@triton.jit
+def total_kernel(scale, losses, empty, total, N, BLOCK: tl.constexpr):
+    """The weighted total of losses."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = position < N
+        token_scale = tl.load(scale + position, mask=inside, other=0.0)
+        sums += tokens.scaled(tl.load(losses + position, mask=inside, other=0.0), token_scale)
+    tl.store(total, tl.sum(sums, 0) + tl.load(empty))
+
+
+@triton.jit
+def mixture_kernel(
+    target,
+    class_weight,
+    scale,
+    log_prior,
+    offset,
+    normalizer,
+    at_target,
+    losses,
+    log_normalizer,
+    by_normalizer,
+    by_target,
+    by_prior,
+    first,
+    N,
+    K,
+    ignore_index,
+    floor,
+    z_loss,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Losses of the tokens from ``first`` to N, and the derivatives of their total by what was measured."""
+    token = first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < N
+    component = tl.arange(0, LANES)[None, :]
+    inside = is_token[:, None] & (component < K)
+    position = token[:, None] * K + component
+    y = tl.load(target + token, mask=is_token, other=ignore_index)
+    is_kept = y != ignore_index
+    n = tl.load(normalizer + position, mask=inside, other=0.0)
+    row_offset = tl.load(offset + position, mask=inside, other=0.0)
+    tl.store(log_normalizer + position, n + row_offset, mask=inside)
+    prior = tl.load(log_prior + position, mask=inside, other=-float("inf"))
+    gap = tl.load(at_target + position, mask=inside, other=0.0) - n
+    log_p, responsibility = tokens.mixture_responsibilities(prior, gap, inside, floor, HAS_FLOOR)
+    weight = tl.full([TOKENS], 1.0, tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
+    loss = tokens.mixture_losses(log_p, n, row_offset, prior, inside, weight, z_loss, HAS_WEIGHT, HAS_Z_LOSS)
+    tl.store(losses + token, tl.where(is_kept, loss, 0.0), mask=is_token)
+    if HAS_GRADIENT:
+        token_scale = tl.load(scale + token, mask=is_token, other=0.0)[:, None]
+        by_n, by_s = tokens.mixture_coefficients(
+            responsibility, n, row_offset, prior, weight[:, None], token_scale, z_loss, HAS_WEIGHT, HAS_Z_LOSS
+        )
+        tl.store(by_target + position, by_s, mask=inside)
+        tl.store(by_prior + position, by_s, mask=inside)
+        tl.store(by_normalizer + position, by_n, mask=inside)
+
+
+@triton.jit
+def planned_mixture_kernel(
+    target,
+    prior_logits,
+    offset,
+    normalizer,
+    at_target,
+    shares,
+    by_normalizer,
+    by_target,
+    by_prior,
+    total,
+    first,
+    last,
+    N,
+    K,
+    V,
+    programs,
+    alpha,
+    beta,
+    c,
+    ignore_index,
+    floor,
+    z_loss,
+    FORM: tl.constexpr,
+    IS_INCREASING: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the tokens from ``first`` to ``last`` add to the loss, and its derivatives by what was measured of them.
+
+    Targets, prior and shares are those of all N tokens, what was measured that of the chunk. The last of the
+    ``programs`` of all chunks adds up the loss.
+    """
+    scale = fused_kernels.token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
+    token = first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < last
+    component = tl.arange(0, LANES)[None, :]
+    inside = is_token[:, None] & (component < K)
+    position = token[:, None] * K + component
+    row = (token - first)[:, None] * K + component
+    y = tl.load(target + token, mask=is_token, other=ignore_index)
+    is_kept = y != ignore_index
+    tl.device_assert((y == ignore_index) | ((y >= 0) & (y < V)), "target out of range; see SIGSOFTMAX_CHECK=1")
+    z = tl.load(prior_logits + position, mask=inside, other=-float("inf")).to(tl.float32)
+    log_prior = priors.log_prior_of(z, alpha, beta, c, FORM, IS_INCREASING)
+    n = tl.load(normalizer + row, mask=inside, other=0.0)
+    gap = tl.load(at_target + row, mask=inside, other=0.0) - n
+    row_offset = tl.load(offset + row, mask=inside, other=0.0)
+    log_p, responsibility = tokens.mixture_responsibilities(log_prior, gap, inside, floor, HAS_FLOOR)
+    loss = tokens.mixture_losses(log_p, n, row_offset, log_prior, inside, 1.0, z_loss, False, HAS_Z_LOSS)
+    tl.store(shares + token, tokens.token_shares(loss, scale, is_kept), mask=is_token)
+    token_scale = tokens.token_scales(is_kept, scale)[:, None]
+    by_n, by_s = tokens.mixture_coefficients(
+        responsibility, n, row_offset, log_prior, 1.0, token_scale, z_loss, False, HAS_Z_LOSS
+    )
+    tl.store(by_target + row, by_s, mask=inside)
+    by_z = priors.by_prior_logits(z, log_prior, tl.where(inside, by_s, 0.0), alpha, beta, c, FORM)
+    tl.store(by_prior + position, by_z.to(by_prior.dtype.element_ty), mask=inside)
+    tl.store(by_normalizer + row, by_n, mask=inside)
+    fused_kernels.add_up(shares, total, N, programs, BLOCK)

@@ -1,0 +1,1 @@
+"""Output layers as modules of torch, and the modules of losses."""

@@ -1,0 +1,167 @@
+"""Mixtures of output functions as a layer: MoS (softmax) and MoSS (sigsoftmax).
+
+Shapes: (..., h) input of the layer, K components, d latent features, V classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from sigsoftmax.contract.rows import compute_dtype
+from sigsoftmax.contract.signature import is_dtensor
+from sigsoftmax.contract.spec import Function, prior_of
+from sigsoftmax.family import OutputFunction
+from sigsoftmax.layers.output_layer import (
+    FunctionModule,
+    check_positive,
+    log_probs_to_draw,
+    output_bias,
+    output_weight,
+    sample_from,
+)
+from sigsoftmax.losses import functional
+from sigsoftmax.losses.op import Extras
+
+
+class MixtureOutputLayer(FunctionModule):
+    """K output functions over one output matrix, mixed by a prior that depends on the input.
+
+    prior logits = input W_pi (no bias); latent_k = tanh(input W_h + b_h), dropped out by ``latent_dropout`` (a module
+    on (..., K d)); logits_k = latent_k W^T + bias. ``floor`` adds a constant to every probability in :meth:`loss` and
+    :meth:`log_probs`; 1e-8 is the published code's. ``weight`` (V, d) ties the output matrix to another one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        latent_features: int,
+        num_classes: int,
+        components: int,
+        function: Function = "sigsoftmax",
+        prior_function: Function | None = None,
+        bias: bool = True,
+        weight: Tensor | None = None,
+        latent_dropout: nn.Module | None = None,
+        floor: float = 0.0,
+    ) -> None:
+        check_positive(
+            in_features=in_features, latent_features=latent_features, num_classes=num_classes, components=components
+        )
+        super().__init__(function, num_classes)
+        self.latent_features = latent_features
+        self.num_classes = num_classes
+        self.components = components
+        self.prior_function = None if prior_function is None else _with_plain_numbers(prior_function)
+        self.prior = nn.Linear(in_features, components, bias=False)
+        self.latent = nn.Linear(in_features, components * latent_features)
+        self.latent_dropout = nn.Identity() if latent_dropout is None else latent_dropout
+        self.weight = output_weight(weight, num_classes, latent_features)
+        self.bias = output_bias(self.weight) if bias else None
+        self.floor = floor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.log_probs(hidden)
+
+    def latent_vectors(self, hidden: Tensor) -> Tensor:
+        """(..., K, d)"""
+        latent = self.latent_dropout(torch.tanh(self.latent(hidden)))
+        return latent.unflatten(-1, (self.components, self.latent_features))
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """(..., V), without the (..., K, V) of its components."""
+        return functional.mixture_log_probs(
+            self.latent_vectors(hidden),
+            self.prior(hidden),
+            self.weight,
+            function=self.function,
+            prior_function=self.prior_function,
+            linear_bias=self.bias,
+            floor=self.floor,
+        )
+
+    @overload
+    def loss(self, hidden: Tensor, target: Tensor, *, extras: None = ..., **options: Any) -> Tensor: ...
+
+    @overload
+    def loss(
+        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str], **options: Any
+    ) -> tuple[Tensor, Extras]: ...
+
+    def loss(
+        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str] | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Extras]:
+        """:func:`mixture_cross_entropy` with this layer's parameters and any of its options.
+
+        If the weight is a DTensor, sharded by classes, the vocabulary-parallel one of ``sigsoftmax.distributed``.
+        """
+        compute: Any = functional.mixture_cross_entropy
+        if is_dtensor(self.weight):
+            from sigsoftmax import distributed
+
+            compute = distributed.mixture_cross_entropy
+        return compute(
+            self.latent_vectors(hidden),
+            self.prior(hidden),
+            self.weight,
+            target,
+            function=self.function,
+            prior_function=self.prior_function,
+            linear_bias=self.bias,
+            extras=extras,
+            **{"floor": self.floor, **options},
+        )
+
+    @torch.no_grad()
+    def sample(
+        self, hidden: Tensor, num_samples: int | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Classes drawn from the mixture: (...), or (..., num_samples). The component is drawn first.
+
+        One (..., V) at a time is computed, as often as there are samples or, if these are fewer, components.
+        """
+        count = 1 if num_samples is None else num_samples
+        check_positive(num_samples=count)
+        prior_logits = self.prior(hidden)
+        prior_function = prior_of(self.function, self.prior_function)
+        log_priors = functional.log_probs(prior_logits.to(compute_dtype(prior_logits.dtype)), function=prior_function)
+        component = sample_from(log_priors, count, 1.0, generator)
+        latent = self.latent_vectors(hidden)
+        drawn = torch.empty_like(component)
+        if count < self.components:
+            index = component.unsqueeze(-1).expand(*component.shape, self.latent_features)
+            chosen = latent.gather(-2, index)
+            for sample in range(count):
+                drawn[..., sample] = self._drawn_from(chosen[..., sample, :], None, generator)
+        else:
+            for k in range(self.components):
+                of_component = self._drawn_from(latent[..., k, :], count, generator)
+                drawn = torch.where(component == k, of_component, drawn)
+        return drawn.squeeze(-1) if num_samples is None else drawn
+
+    def _drawn_from(self, latent: Tensor, num_samples: int | None, generator: torch.Generator | None) -> Tensor:
+        logits = nn.functional.linear(latent, self.weight, self.bias)
+        return sample_from(log_probs_to_draw(logits, self.function), num_samples, 1.0, generator)
+
+    @torch.no_grad()
+    def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
+        """The log-probabilities and indices of the k likeliest classes, each (..., k)."""
+        return self.log_probs(hidden).topk(k, dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"components={self.components}, num_classes={self.num_classes}, {super().extra_repr()}"
+
+
+def _with_plain_numbers(prior_function: Function) -> str:
+    """The text of the prior's member: the layer has no place for tensors of the prior's own."""
+    prior = OutputFunction.parse(prior_function)
+    for key, value in prior.given.items():
+        if not isinstance(value, float):
+            raise ValueError(
+                f"parameter {key!r} of the prior's {prior.name!r} must be a plain number, got {type(value).__name__}; "
+                "the layer learns parameters of its function, not of prior_function"
+            )
+    return str(prior)

@@ -1,0 +1,288 @@
+"""Layers and nn-style shells around the functions; thin.
+
+Shapes: (..., d) hidden vectors, V classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sigsoftmax.contract.signature import is_dtensor
+from sigsoftmax.contract.spec import Function, Reduction
+from sigsoftmax.family import Learned, OutputFunction
+from sigsoftmax.losses import functional
+from sigsoftmax.losses.op import Extras
+
+
+class FunctionModule(nn.Module):
+    """A module with an output function, whose learned parameters it owns.
+
+    A parameter given as :class:`Learned`, or left out where the member is made to be learned (b of shifted
+    sigsoftmax), becomes an ``nn.Parameter`` of the module; a tensor is registered as it is; a number stays fixed.
+    """
+
+    def __init__(self, function: Function, num_classes: int | None = None) -> None:
+        super().__init__()
+        member = OutputFunction.parse(function)
+        # The name and the numbers, not the member: modules are pickled, and definitions are made of plain functions.
+        self._function_name, self._function_text = member.name, str(member)
+        self._function_numbers: dict[str, float] = {}
+        self.function_parameters = nn.ParameterDict()
+        self._buffer_names: list[str] = []
+        for key, spec in member.definition.parameters.items():
+            value = member.given.get(key, Learned() if spec.learned_in_layers else spec.default)
+            if isinstance(value, Learned):
+                self.function_parameters[key] = nn.Parameter(_initial(member, key, value, spec.default, num_classes))
+            elif isinstance(value, nn.Parameter):
+                self.function_parameters[key] = value
+            elif isinstance(value, Tensor):
+                self.register_buffer(buffer_name(key), value)
+                self._buffer_names.append(key)
+            elif key in member.given:
+                self._function_numbers[key] = value
+
+    @property
+    def function(self) -> OutputFunction:
+        """The output function with the module's parameters as they are now."""
+        held = {key: getattr(self, buffer_name(key)) for key in self._buffer_names}
+        learned = dict(self.function_parameters.items())
+        return OutputFunction(self._function_name, **self._function_numbers, **learned, **held)
+
+    def extra_repr(self) -> str:
+        return f"function={self._function_text!r}"
+
+
+def buffer_name(key: str) -> str:
+    """The name under which a :class:`FunctionModule` holds a tensor that is no ``nn.Parameter``."""
+    return f"function_{key}"
+
+
+def _initial(member: OutputFunction, key: str, value: Learned, default: float, num_classes: int | None) -> Tensor:
+    if value.per_class and num_classes is None:
+        raise ValueError(
+            f"parameter {key!r} of {member.name!r} cannot be learned per class here, since the number of classes is "
+            "not known; pass a tensor"
+        )
+    shape = (num_classes,) if value.per_class and num_classes is not None else ()
+    return torch.full(shape, float(default if value.initial is None else value.initial))
+
+
+def check_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a positive integer, got {size!r}")
+
+
+def output_weight(weight: Tensor | None, num_classes: int, features: int) -> nn.Parameter:
+    """A weight (V, d) to share, or a new one with the initialisation of nn.Linear.
+
+    The annotation is Tensor because torch annotates the weights of its modules so.
+    """
+    if weight is None:
+        fresh = torch.empty(num_classes, features)
+        nn.init.uniform_(fresh, -1.0 / math.sqrt(features), 1.0 / math.sqrt(features))
+        return nn.Parameter(fresh)
+    if not isinstance(weight, nn.Parameter):
+        raise ValueError(
+            f"a tied weight must be the nn.Parameter of another module, got {type(weight).__name__}; "
+            "a plain tensor would neither move nor be saved with the layer"
+        )
+    if weight.shape != (num_classes, features):
+        raise ValueError(
+            f"a tied weight must have the shape (num_classes, features) = ({num_classes}, {features}), "
+            f"got {tuple(weight.shape)}"
+        )
+    return weight
+
+
+def output_bias(weight: nn.Parameter) -> nn.Parameter:
+    """Zeros (V,), where the weight is and in its dtype: a tied weight may have been moved already."""
+    return nn.Parameter(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device))
+
+
+class OutputLayer(FunctionModule):
+    """The last layer of a classifier or language model: a linear map and an output function.
+
+    ``weight`` ties the matrix to another one, say an embedding's. Training goes through :meth:`loss`, which never
+    holds the N x V logits.
+
+    >>> layer = OutputLayer(16, 1000, function="sigsoftmax")
+    >>> hidden, target = torch.randn(8, 16), torch.randint(1000, (8,))
+    >>> layer.loss(hidden, target).backward()
+    >>> layer.sample(hidden).shape
+    torch.Size([8])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        function: Function = "sigsoftmax",
+        bias: bool = True,
+        weight: Tensor | None = None,
+    ) -> None:
+        check_positive(in_features=in_features, num_classes=num_classes)
+        super().__init__(function, num_classes)
+        self.in_features = in_features
+        self.num_classes = num_classes
+        self.weight = output_weight(weight, num_classes, in_features)
+        self.bias = output_bias(self.weight) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.log_probs(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """z, before the output function: (..., V)."""
+        return F.linear(hidden, self.weight, self.bias)
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """(..., V)"""
+        return functional.log_probs(self.logits(hidden), function=self.function)
+
+    @overload
+    def loss(self, hidden: Tensor, target: Tensor, *, extras: None = ..., **options: Any) -> Tensor: ...
+
+    @overload
+    def loss(
+        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str], **options: Any
+    ) -> tuple[Tensor, Extras]: ...
+
+    def loss(
+        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str] | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Extras]:
+        """:func:`linear_cross_entropy` with this layer's parameters and any of its options.
+
+        If the weight is a DTensor, sharded by classes, the vocabulary-parallel one of ``sigsoftmax.distributed``.
+        """
+        compute: Any = functional.linear_cross_entropy
+        if is_dtensor(self.weight):
+            from sigsoftmax import distributed
+
+            compute = distributed.linear_cross_entropy
+        return compute(
+            hidden, self.weight, target, function=self.function, linear_bias=self.bias, extras=extras, **options
+        )
+
+    @torch.no_grad()
+    def sample(
+        self,
+        hidden: Tensor,
+        num_samples: int | None = None,
+        *,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Classes drawn from the distribution: (...), or (..., num_samples) if that is given.
+
+        The temperature divides log g, as every sampler does with the logits of a softmax model.
+        """
+        return sample_from(log_probs_to_draw(self.logits(hidden), self.function), num_samples, temperature, generator)
+
+    @torch.no_grad()
+    def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
+        """The log-probabilities and indices of the k likeliest classes, each (..., k)."""
+        return self.log_probs(hidden).topk(k, dim=-1)
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"{self.in_features}, {self.num_classes}, {super().extra_repr()}, bias={bias}"
+
+
+def log_probs_to_draw(logits: Tensor, function: OutputFunction) -> Tensor:
+    """At least float32: log-probabilities that are rounded to half precision skew what is drawn."""
+    return functional.log_probs(logits.to(torch.promote_types(logits.dtype, torch.float32)), function=function)
+
+
+def sample_from(
+    log_probs: Tensor, num_samples: int | None, temperature: float, generator: torch.Generator | None
+) -> Tensor:
+    """Draw along the last dimension."""
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(
+            f"temperature must be a finite number greater than 0, got {temperature}; for the likeliest class use topk"
+        )
+    if num_samples is not None:
+        check_positive(num_samples=num_samples)
+    rows = log_probs.reshape(-1, log_probs.shape[-1]).float()
+    # Relative to the largest before the division: a low temperature would make all of them -inf.
+    probabilities = torch.softmax((rows - rows.amax(-1, keepdim=True)) / temperature, -1)
+    drawn = torch.multinomial(probabilities, num_samples or 1, replacement=True, generator=generator)
+    leading = log_probs.shape[:-1]
+    return drawn.view(leading if num_samples is None else (*leading, num_samples))
+
+
+class LogProbs(FunctionModule):
+    """:func:`log_probs` as a module."""
+
+    def __init__(self, function: Function, dim: int = -1) -> None:
+        super().__init__(function)
+        self.dim = dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.log_probs(input, function=self.function, dim=self.dim)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dim={self.dim}"
+
+
+class Probs(LogProbs):
+    """:func:`probs` as a module."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).exp()
+
+
+class Sigsoftmax(Probs):
+    """:func:`sigsoftmax` as a module, the counterpart of ``nn.Softmax``."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__("sigsoftmax", dim)
+
+
+class LogSigsoftmax(LogProbs):
+    """:func:`log_sigsoftmax` as a module, the counterpart of ``nn.LogSoftmax``."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__("sigsoftmax", dim)
+
+
+class CrossEntropyLoss(FunctionModule):
+    """:func:`cross_entropy` as a module; with ``function="softmax"`` it is ``nn.CrossEntropyLoss``."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        function: Function,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        dim: int | None = None,
+        extras: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(function)
+        self.register_buffer("weight", weight)
+        self.options: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "dim": dim,
+            "extras": extras,
+        }
+
+    def forward(
+        self, input: Tensor, target: Tensor, token_weights: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Extras]:
+        return functional.cross_entropy(
+            input, target, self.weight, function=self.function, token_weights=token_weights, **self.options
+        )
