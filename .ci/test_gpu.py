@@ -25,8 +25,8 @@ TESTS = (
     "tests/backends/triton",
     "tests/lm/kernels",
     "tests/lm/recurrence/test_gpu.py",
-    "tests/lm/test_dynamic_evaluation.py",
-    "tests/lm/test_dynamic_search.py",
+    "tests/lm/dynamic/test_evaluation.py",
+    "tests/lm/dynamic/test_search.py",
     "tests/lm/test_gpu.py",
 )
 """where tests for a GPU are"""

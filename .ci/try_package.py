@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ("torch", "numpy")
 FOLDERS = ("benchmarks", "docs", "examples", "results", "src", "tests", ".ci", ".github")
 """what a source archive holds of the repository, besides files at its top"""
-LEFTOVERS = re.compile(r"(^|/)(__pycache__|\.(venv|git|hypothesis|\w+_cache)|runs|site|dist|build)(/|$)|\.py[cod]$")
+LEFTOVERS = re.compile(
+    r"(^|/)(__pycache__|\.(venv|git|hypothesis|\w+_cache)|site|dist|build)(/|$)|^(sigsoftmax-[^/]*/)?runs/|\.py[cod]$"
+)
 
 
 class PackageError(Exception):

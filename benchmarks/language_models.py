@@ -22,15 +22,15 @@ from torch import Tensor
 
 from sigsoftmax.analysis.matrix_sources import from_blocks
 from sigsoftmax.analysis.streaming import SpectrumOptions, streamed_spectrum
-from sigsoftmax.lm.data import Corpus, batchify
-from sigsoftmax.lm.dynamic_evaluation import GradientStatistics, adapt
-from sigsoftmax.lm.dynamic_rates import Rates
-from sigsoftmax.lm.evaluation import WINDOW, evaluate
-from sigsoftmax.lm.model import LanguageModel
-from sigsoftmax.lm.precision import arithmetic
+from sigsoftmax.lm.data.corpus import Corpus, batchify
+from sigsoftmax.lm.dynamic.evaluation import GradientStatistics, adapt
+from sigsoftmax.lm.dynamic.rates import Rates
+from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.recipes import recipe, with_overrides
-from sigsoftmax.lm.saved_models import load_model
-from sigsoftmax.lm.training import Progress, Trainer, run_together
+from sigsoftmax.lm.training.evaluation import WINDOW, evaluate
+from sigsoftmax.lm.training.precision import arithmetic
+from sigsoftmax.lm.training.saved_models import load_model
+from sigsoftmax.lm.training.trainer import Progress, Trainer, run_together
 from sigsoftmax.records import Environment, Payload, Record, append
 from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.training import EvaluationRecord

@@ -13,9 +13,9 @@ from pathlib import Path
 from paper_queue import FOLDER, Line, recipes
 from write_docs import NO_RECORDS, markdown_table
 
-from sigsoftmax.lm.dynamic_search import grid
-from sigsoftmax.lm.optimization import NonMonotonicTrigger
+from sigsoftmax.lm.dynamic.search import grid
 from sigsoftmax.lm.recipes import recipe, with_overrides
+from sigsoftmax.lm.training.optimization import NonMonotonicTrigger
 from sigsoftmax.records import paper
 from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.paper import Split, Stage

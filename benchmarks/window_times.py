@@ -23,18 +23,18 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from sigsoftmax.lm import kernels
-from sigsoftmax.lm.data import Corpus, batchify
-from sigsoftmax.lm.dynamic_evaluation import DynamicEvaluator, DynamicProgress, GradientStatistics, adapt
-from sigsoftmax.lm.dynamic_rates import Rates
-from sigsoftmax.lm.dynamic_search import grid
-from sigsoftmax.lm.embedding import dropped_embedding, plain_embedding
-from sigsoftmax.lm.evaluation import evaluate
-from sigsoftmax.lm.model import LanguageModel
-from sigsoftmax.lm.optimization import AveragedSgd
+from sigsoftmax.lm.data.corpus import Corpus, batchify
+from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator, DynamicProgress, GradientStatistics, adapt
+from sigsoftmax.lm.dynamic.rates import Rates
+from sigsoftmax.lm.dynamic.search import grid
+from sigsoftmax.lm.dynamic.window_gradients import window_count
+from sigsoftmax.lm.model.embedding import dropped_embedding, plain_embedding
+from sigsoftmax.lm.model.language_model import LanguageModel
+from sigsoftmax.lm.model.regularization import MaskSampler, penalties, plain_penalties
 from sigsoftmax.lm.recipes import recipe, with_overrides
-from sigsoftmax.lm.regularization import MaskSampler, penalties, plain_penalties
-from sigsoftmax.lm.training import Trainer
-from sigsoftmax.lm.window_gradients import window_count
+from sigsoftmax.lm.training.evaluation import evaluate
+from sigsoftmax.lm.training.optimization import AveragedSgd
+from sigsoftmax.lm.training.trainer import Trainer
 
 RECIPE, WORDS, STEPS = "ptb-softmax", 10_000, 70
 COMPARED_WINDOWS, TIMED_WINDOWS = 1500, 600

@@ -29,7 +29,7 @@ from unittest import mock
 from packaging.requirements import Requirement
 
 from sigsoftmax import cli
-from sigsoftmax.experiments import sweep_file
+from sigsoftmax.experiments.sweep import file as sweep_file
 from sigsoftmax.lm import recipes
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\s`]*)(?P<options>[^`]*)$"
 NOT_RUN = re.compile(r"<!-- parsed, not run: (?P<reason>.+?) -->")
 GENERATED = "it made the records below"
 WHOLE_PAGES = {
-    "docs/sweeps.md": "a sweep starts Ray and takes minutes; tests/experiments/test_sweep.py runs small ones",
+    "docs/sweeps.md": "a sweep starts Ray and takes minutes; tests/experiments/sweep/test_run.py runs small ones",
 }
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 OPERATORS = {"|", "||", "&&", ";", "&", ">", ">>", "<"}

@@ -10,8 +10,11 @@ from tests.experiments.small_runs import SINGLE, write_text
 from sigsoftmax import cli, family
 from sigsoftmax._version import __version__
 from sigsoftmax.cli.parser import heads, numbers
-from sigsoftmax.experiments import audit, capacity, compare, demo, dynamic, evaluate, reproduce, train
-from sigsoftmax.lm.training import Diverged
+from sigsoftmax.experiments import capacity, compare, demo
+from sigsoftmax.experiments.audit import run as audit
+from sigsoftmax.experiments.reproduce import run as reproduce
+from sigsoftmax.experiments.runs import dynamic, evaluate, train
+from sigsoftmax.lm.training.trainer import Diverged
 
 VERBS = (
     *("demo", "functions", "compare", "reproduce", "capacity", "audit", "tables", "report", "data", "recipes"),

@@ -32,8 +32,8 @@ MODULES = {
         *("matrix_files", "matrix_sources", "spectrum", "streaming", "target", "truncation"),
     ),
     "lm": (
-        *("config", "data", "dynamic_evaluation", "dynamic_search", "evaluation", "model", "recipes"),
-        *("saved_models", "training"),
+        *("config", "data.corpus", "dynamic.evaluation", "dynamic.search", "model.language_model", "recipes"),
+        *("training.evaluation", "training.saved_models", "training.trainer"),
     ),
 }
 

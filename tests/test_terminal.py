@@ -11,8 +11,8 @@ from tests.experiments.small_runs import SINGLE, write_text
 from tests.report import synthetic_runs
 
 from sigsoftmax import cli
-from sigsoftmax.experiments import train
 from sigsoftmax.experiments.display import ChangingLine, RichBars
+from sigsoftmax.experiments.runs import train
 from sigsoftmax.records import Record, append
 from sigsoftmax.terminal import ACTIVE, EscapingStream, above_bars, clear_line, console, escaped, escaped_output
 

@@ -11,7 +11,7 @@ from tests.benchmarks.test_whole_runs import run_of, spectrum_of
 from tests.report.synthetic_runs import environment
 
 from sigsoftmax.cli import _parser
-from sigsoftmax.experiments.reproduce import ReproduceConfig
+from sigsoftmax.experiments.reproduce.run import ReproduceConfig
 from sigsoftmax.records import Record, append
 from sigsoftmax.records.training import EpochRecord
 

@@ -28,7 +28,7 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch._dynamo",
         "sigsoftmax.distributed",
-        "sigsoftmax.lm.teams",
+        "sigsoftmax.lm.parallel.strategies",
         "tests.tables",
     ]
 )

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sigsoftmax.experiments.runs import Resources, Run, chosen_recipes, planned_runs
+from sigsoftmax.experiments.runs.run import Resources, Run, chosen_recipes, planned_runs
 
 CHANGES = (
     "model.embedding=6",

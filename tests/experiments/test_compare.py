@@ -14,9 +14,9 @@ from tests.experiments.small_runs import SINGLE, small_resources
 from sigsoftmax.experiments import compare, display
 from sigsoftmax.experiments.compare import HEADS, CompareConfig, run
 from sigsoftmax.experiments.display import RunPlan
-from sigsoftmax.experiments.runs import Resources
-from sigsoftmax.lm import data
-from sigsoftmax.lm.training import Diverged
+from sigsoftmax.experiments.runs.run import Resources
+from sigsoftmax.lm.data import corpus as data
+from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.records import read
 from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.training import ComparisonRecord

@@ -18,9 +18,9 @@ from sigsoftmax.experiments.display import (
     duration_text,
     make_display,
 )
-from sigsoftmax.experiments.runs import Run
+from sigsoftmax.experiments.runs.run import Run
 from sigsoftmax.lm.recipes import recipe
-from sigsoftmax.lm.training import PART, Progress
+from sigsoftmax.lm.training.trainer import PART, Progress
 from sigsoftmax.records.training import EpochRecord, RunIdentity
 
 RUN = Run(recipe=recipe("ptb-softmax"), seed=1, folder=Path("runs/ptb-softmax/1"))

@@ -6,17 +6,17 @@ import subprocess
 import time
 
 import pytest
+from tests.experiments.runs.test_distributed_launch import torchrun
 from tests.experiments.small_runs import SINGLE, command, sigsoftmax, small_resources, small_runs, write_text
-from tests.experiments.test_joined import torchrun
 from tests.lm.runs import epochs_of
 
 from sigsoftmax import cli
-from sigsoftmax.experiments import folder_locks
-from sigsoftmax.experiments.evaluate import evaluate_best
-from sigsoftmax.experiments.folder_locks import Busy, FolderLock
-from sigsoftmax.experiments.ranks import measure_rank
-from sigsoftmax.experiments.runs import run_folder
-from sigsoftmax.experiments.training_runs import train_runs
+from sigsoftmax.experiments.runs import folder_locks
+from sigsoftmax.experiments.runs.evaluate import evaluate_best
+from sigsoftmax.experiments.runs.folder_locks import Busy, FolderLock
+from sigsoftmax.experiments.runs.ranks import measure_rank
+from sigsoftmax.experiments.runs.run import run_folder
+from sigsoftmax.experiments.runs.training_runs import train_runs
 
 LONG = [change for change in SINGLE if not change.startswith("training.epochs")]
 

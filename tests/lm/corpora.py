@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sigsoftmax.lm.corpus_files import split_files
+from sigsoftmax.lm.data.corpus_files import split_files
 
 BESIDE_THE_REPOSITORY = Path(__file__).parents[2].parent / "shared" / "data"
 

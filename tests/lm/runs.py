@@ -4,10 +4,10 @@ import dataclasses
 
 import torch
 
-from sigsoftmax.lm import checkpoints
 from sigsoftmax.lm.config import ModelConfig, Recipe, TrainingConfig
-from sigsoftmax.lm.data import Corpus
-from sigsoftmax.lm.training import Trainer
+from sigsoftmax.lm.data.corpus import Corpus
+from sigsoftmax.lm.training import checkpoints
+from sigsoftmax.lm.training.trainer import Trainer
 from sigsoftmax.records import read
 from sigsoftmax.records.training import EpochRecord
 from sigsoftmax.synthetic import Language

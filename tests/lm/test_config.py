@@ -7,9 +7,9 @@ import pytest
 import torch
 from tests.lm.runs import small_corpus, small_recipe, small_trainer
 
-from sigsoftmax.lm import memory
 from sigsoftmax.lm.config import DynamicEvaluationConfig, ModelConfig, Recipe, TrainingConfig
-from sigsoftmax.lm.memory import check_model_fits, device_memory
+from sigsoftmax.lm.model import memory
+from sigsoftmax.lm.model.memory import check_model_fits, device_memory
 from sigsoftmax.lm.recipes import recipe, with_overrides
 
 HOLD = r"must be a number that float32 can hold, (0 or )?between 1\.18e-38 and 3\.4e\+38, got"

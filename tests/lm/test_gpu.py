@@ -7,13 +7,13 @@ import torch
 from tests.lm.runs import epochs_of, small_recipe, small_trainer
 
 from sigsoftmax.lm.config import ModelConfig, TrainingConfig
-from sigsoftmax.lm.evaluation import evaluate
-from sigsoftmax.lm.model import LanguageModel
-from sigsoftmax.lm.optimization import AveragedSgd
-from sigsoftmax.lm.precision import arithmetic
-from sigsoftmax.lm.regularization import WeightDrop, draw_masks
-from sigsoftmax.lm.training import run_together
-from sigsoftmax.lm.updates import Updater
+from sigsoftmax.lm.model.language_model import LanguageModel
+from sigsoftmax.lm.model.regularization import WeightDrop, draw_masks
+from sigsoftmax.lm.training.evaluation import evaluate
+from sigsoftmax.lm.training.optimization import AveragedSgd
+from sigsoftmax.lm.training.precision import arithmetic
+from sigsoftmax.lm.training.trainer import run_together
+from sigsoftmax.lm.training.updates import Updater
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

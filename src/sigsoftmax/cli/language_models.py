@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sigsoftmax.cli.parser import Parser, Verbs, add_out, numbers, progress, say
 
 if TYPE_CHECKING:
-    from sigsoftmax.experiments.runs import Resources
+    from sigsoftmax.experiments.runs.run import Resources
 
 __all__ = ["add_changes", "add_resources", "add_verbs", "resources"]
 
@@ -76,7 +76,7 @@ def add_changes(parser: Parser, what: str) -> None:
 
 
 def resources(arguments: argparse.Namespace, *, device: str | None = None, at_once: int = 1) -> Resources:
-    from sigsoftmax.experiments.runs import Resources, default_device
+    from sigsoftmax.experiments.runs.run import Resources, default_device
 
     return Resources(
         data=getattr(arguments, "data", None),
@@ -112,7 +112,7 @@ def _add_data(verbs: Verbs) -> None:
 
 
 def _fetch(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.lm.fetch import fetch, terminal_progress
+    from sigsoftmax.lm.data.fetch import fetch, terminal_progress
 
     with terminal_progress() as watch:
         folder = fetch(arguments.corpus, arguments.data, watch=watch)
@@ -183,8 +183,8 @@ def _add_parallel(parser: Parser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.runs import chosen_recipes
-    from sigsoftmax.experiments.train import TrainConfig, run
+    from sigsoftmax.experiments.runs.run import chosen_recipes
+    from sigsoftmax.experiments.runs.train import TrainConfig, run
 
     seeds = arguments.seeds if arguments.seed is None else (arguments.seed,)
     config = TrainConfig(
@@ -198,7 +198,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _finetune(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.train import FinetuneConfig, finetune
+    from sigsoftmax.experiments.runs.train import FinetuneConfig, finetune
 
     config = FinetuneConfig(
         runs=tuple(arguments.runs), resources=resources(arguments), tensorboard=arguments.tensorboard
@@ -251,7 +251,7 @@ def _add_checkpoint(parser: Parser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.evaluate import EvaluateConfig, run
+    from sigsoftmax.experiments.runs.evaluate import EvaluateConfig, run
 
     config = EvaluateConfig(
         checkpoint=arguments.checkpoint,
@@ -263,7 +263,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _dynamic(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.dynamic import DynamicConfig, run
+    from sigsoftmax.experiments.runs.dynamic import DynamicConfig, run
 
     if arguments.grid and (arguments.learning_rate is not None or arguments.decay is not None):
         raise ValueError("give --grid, or one pair of rates, not both")
@@ -306,7 +306,7 @@ def _add_sample(verbs: Verbs) -> None:
 
 
 def _sample(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.sample import SampleConfig, run
+    from sigsoftmax.experiments.runs.sample import SampleConfig, run
 
     config = SampleConfig(
         checkpoint=arguments.checkpoint,

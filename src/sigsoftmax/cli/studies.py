@@ -138,7 +138,7 @@ def _add_reproduce(verbs: Verbs) -> None:
 
 
 def _reproduce(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.reproduce import ReproduceConfig, run
+    from sigsoftmax.experiments.reproduce.run import ReproduceConfig, run
 
     config = ReproduceConfig(
         table=arguments.table,
@@ -228,7 +228,7 @@ def _add_audit(verbs: Verbs) -> None:
 
 
 def _audit(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.audit import AuditConfig, run
+    from sigsoftmax.experiments.audit.run import AuditConfig, run
 
     run(AuditConfig(**_given(AuditConfig, arguments)), say, progress)
 

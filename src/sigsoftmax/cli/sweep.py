@@ -66,8 +66,8 @@ def line(text: str) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.sweep import SweepConfig, run
-    from sigsoftmax.experiments.sweep_file import asked_sweep
+    from sigsoftmax.experiments.sweep.file import asked_sweep
+    from sigsoftmax.experiments.sweep.run import SweepConfig, run
 
     asked = asked_sweep(
         config=arguments.config,

@@ -22,19 +22,19 @@ from torch import Tensor
 
 from sigsoftmax.analysis.streaming import streamed_spectrum
 from sigsoftmax.experiments.display import RunPlan, WholeLine, duration_text
-from sigsoftmax.experiments.folder_locks import FolderLock
-from sigsoftmax.experiments.log_outputs import log_output_blocks
-from sigsoftmax.experiments.run_times import EpochTimes, measure_epochs
-from sigsoftmax.experiments.runs import Resources, Run, folder_name, planned_runs
-from sigsoftmax.experiments.training_runs import After, train_runs
+from sigsoftmax.experiments.reproduce.run_times import EpochTimes, measure_epochs
+from sigsoftmax.experiments.runs.folder_locks import FolderLock
+from sigsoftmax.experiments.runs.log_outputs import log_output_blocks
+from sigsoftmax.experiments.runs.run import Resources, Run, folder_name, planned_runs
+from sigsoftmax.experiments.runs.training_runs import After, train_runs
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.config import Recipe
-from sigsoftmax.lm.data import Corpus, batchify
-from sigsoftmax.lm.evaluation import evaluate
+from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.recipes import recipe, with_overrides, written_changes
-from sigsoftmax.lm.saved_models import load_model
 from sigsoftmax.lm.settings import SETTINGS
-from sigsoftmax.lm.training import Diverged, resolve_device
+from sigsoftmax.lm.training.evaluation import evaluate
+from sigsoftmax.lm.training.saved_models import load_model
+from sigsoftmax.lm.training.trainer import Diverged, resolve_device
 from sigsoftmax.records import Environment, Record, read, store
 from sigsoftmax.records.model_spectra import ModelSpectrum
 from sigsoftmax.records.training import Budget, ComparisonRecord, EpochRecord

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
-from sigsoftmax.experiments.runs import Run
-from sigsoftmax.lm.training import PART, Progress
+from sigsoftmax.experiments.runs.run import Run
+from sigsoftmax.lm.training.trainer import PART, Progress
 from sigsoftmax.terminal import above_bars, clear_line, console
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any
 
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.config import DynamicEvaluationConfig, ModelConfig, Recipe, TrainingConfig
-from sigsoftmax.lm.dynamic_rates import Rates
+from sigsoftmax.lm.dynamic.rates import Rates
 
 __all__ = ["SETTINGS", "Setting", "rms_form"]
 

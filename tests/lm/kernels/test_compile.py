@@ -17,11 +17,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from kernel_launches import Recorder, compiled, signature  # noqa: E402 - it needs triton
 
 from sigsoftmax.lm import kernels  # noqa: E402
-from sigsoftmax.lm.adaptation import Adapted, Factors, TokenSum, adapt_  # noqa: E402
-from sigsoftmax.lm.embedding import dropped_embedding  # noqa: E402
-from sigsoftmax.lm.few_tokens import linear, linear_input_gradient, lstm, lstm_gate_gradients  # noqa: E402
-from sigsoftmax.lm.optimization import AveragedSgd  # noqa: E402
-from sigsoftmax.lm.regularization import penalties  # noqa: E402
+from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, TokenSum, adapt_  # noqa: E402
+from sigsoftmax.lm.dynamic.few_tokens import linear, linear_input_gradient, lstm, lstm_gate_gradients  # noqa: E402
+from sigsoftmax.lm.model.embedding import dropped_embedding  # noqa: E402
+from sigsoftmax.lm.model.regularization import penalties  # noqa: E402
+from sigsoftmax.lm.training.optimization import AveragedSgd  # noqa: E402
 
 WORDS, WIDTH, HIDDEN = 10_000, 400, 1150
 

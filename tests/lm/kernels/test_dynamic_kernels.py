@@ -3,14 +3,14 @@
 import pytest
 import torch
 from tests.backends.triton.device import DEVICE
-from tests.lm.test_dynamic_evaluation import CONFIG, RATES, TEXT, TRAIN, build
+from tests.lm.dynamic.test_evaluation import CONFIG, RATES, TEXT, TRAIN, build
 
 from sigsoftmax.lm import kernels
-from sigsoftmax.lm.adaptation import Adapted, Factors, TokenSum, adapt_, plain_adapt_
-from sigsoftmax.lm.adapting_models import can_adapt
-from sigsoftmax.lm.dynamic_evaluation import DynamicEvaluator, GradientStatistics
-from sigsoftmax.lm.dynamic_rates import Rates
-from sigsoftmax.lm.few_tokens import linear, linear_input_gradient, lstm, lstm_gate_gradients
+from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, TokenSum, adapt_, plain_adapt_
+from sigsoftmax.lm.dynamic.adapting_models import can_adapt
+from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator, GradientStatistics
+from sigsoftmax.lm.dynamic.few_tokens import linear, linear_input_gradient, lstm, lstm_gate_gradients
+from sigsoftmax.lm.dynamic.rates import Rates
 
 RATES_P4 = [(0.1, 0.5, 1.0, 1e-2), (0.2, 3.0, 1.0, 1e-2), (0.0, 2.0, 0.25, 1e-1)]
 

@@ -5,14 +5,14 @@ import torch
 from tests.lm.recurrence.layers import plan_id, recipe_plans
 from tests.lm.runs import small_recipe, small_trainer
 
-from sigsoftmax.lm.capture import RepeatedCalls
-from sigsoftmax.lm.precision import arithmetic
+from sigsoftmax.lm.model.recurrent import LstmStack
+from sigsoftmax.lm.model.regularization import WeightDrop
 from sigsoftmax.lm.recurrence import LayerKernels, persistent_lstm, plan_layer, selection
 from sigsoftmax.lm.recurrence.compilation import compile_together
 from sigsoftmax.lm.recurrence.loading import describe_gpu
-from sigsoftmax.lm.recurrent import LstmStack
-from sigsoftmax.lm.regularization import WeightDrop
-from sigsoftmax.lm.training import Diverged
+from sigsoftmax.lm.training.capture import RepeatedCalls
+from sigsoftmax.lm.training.precision import arithmetic
+from sigsoftmax.lm.training.trainer import Diverged
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"

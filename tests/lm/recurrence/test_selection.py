@@ -8,7 +8,7 @@ import torch
 from tests.lm.recurrence.layers import H200
 
 from sigsoftmax.lm.config import ModelConfig
-from sigsoftmax.lm.model import LanguageModel
+from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.recurrence import LayerKernels, Recurrence, RecurrenceFailed, Refusal, plan_layer, selection
 from sigsoftmax.lm.recurrence.plans import feasible
 

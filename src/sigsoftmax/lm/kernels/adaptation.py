@@ -18,7 +18,7 @@ from torch import Tensor
 from sigsoftmax.lm.kernels.tensor_lists import block_count, chosen, find_block
 
 if TYPE_CHECKING:
-    from sigsoftmax.lm.adaptation import Adapted, Factors
+    from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors
 
 __all__ = ["adapt_dense_", "adapt_thin_"]
 

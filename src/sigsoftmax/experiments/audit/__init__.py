@@ -1,0 +1,1 @@
+"""Audits of the output layer of a model: what another one would buy it."""

@@ -1,0 +1,136 @@
+"""Language models that a run of this package has trained, as something to audit.
+
+Contexts are those of the model's own test text, or of another text in its words. A model that learned a language whose
+truth is known brings its target with it.
+
+Shapes: L words of a text, T positions of a window, N contexts, K components, V words, d width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, detached
+from sigsoftmax.experiments.audit.audited_models import Source
+from sigsoftmax.experiments.runs.run import checkpoint_file
+from sigsoftmax.layers.mixture import MixtureOutputLayer
+from sigsoftmax.lm.data.corpus import Corpus, batchify, evaluation_windows
+from sigsoftmax.lm.data.corpus_files import read_split
+from sigsoftmax.lm.model.language_model import LanguageModel
+from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, load_model
+
+__all__ = ["open_checkpoint"]
+
+Progress = Callable[[str], None]
+POSITIONS = 256
+"""of a window"""
+UNKNOWN = "<unk>"
+
+
+def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu") -> Source:
+    """``best.safetensors`` of a run, or the folder of the run."""
+    try:
+        file = checkpoint_file(Path(path))
+    except ValueError as error:
+        hint = "; the folder of a Hugging Face model has a config.json, and this one has none"
+        raise ValueError(f"{error}{hint if Path(path).is_dir() else ''}") from None
+    loaded = load_model(file, device=device)
+    model, notes = loaded.model, list[str]()
+    corpus: Corpus | None = None
+    if text is not None:
+        ids_L, description = _ids_of(text, loaded, notes), f"the words of {text}"
+    else:
+        corpus = _own_corpus(loaded, file)
+        ids_L, description = corpus.test, f"the test text of {corpus.name!r}"
+    if ids_L.numel() < 2:
+        raise ValueError(f"the text has {ids_L.numel()} words; an audit needs at least 2, and better some thousands")
+    if isinstance(model.output, MixtureOutputLayer) and model.output.floor:
+        notes.append(f"The floor of {model.output.floor:g} under the model's probabilities is left out here.")
+
+    def contexts(count: int, progress: Progress) -> Contexts:
+        return _contexts(model, ids_L[: count + 1], description, progress)
+
+    def truth(count: int) -> Tensor:
+        assert corpus is not None and corpus.language is not None and corpus.test_contexts is not None
+        # The context in which each word was drawn is that of the position before it.
+        return corpus.language.log_p_NM[corpus.test_contexts[1 : count + 1]]
+
+    bias_V = model.output.bias
+    parameters = sum(parameter.numel() for parameter in model.parameters()) - model.output.weight.numel()
+    return Source(
+        name=path,
+        words=model.words,
+        dtype=str(model.output.weight.dtype).removeprefix("torch."),
+        layer=OutputLayer(
+            weight_Vd=model.output.weight.detach(),
+            bias_V=None if bias_V is None else bias_V.detach(),
+            function=detached(model.output.function),
+            components=model.output.components if isinstance(model.output, MixtureOutputLayer) else 1,
+        ),
+        how_known=f"of the recipe {loaded.recipe.name!r}, as trained after epoch {loaded.epoch}",
+        available=ids_L.numel() - 1,
+        contexts=contexts,
+        truth=truth if corpus is not None and corpus.language is not None else None,
+        operations_per_context=2.0 * parameters,
+        notes=tuple(notes),
+    )
+
+
+@torch.no_grad()
+def _contexts(model: LanguageModel, ids_L: Tensor, description: str, progress: Progress) -> Contexts:
+    device = model.embedding.device
+    text_R1 = batchify(ids_L, 1).to(device)
+    states = model.zero_state(1)
+    hidden: list[Tensor] = []
+    prior: list[Tensor] = []
+    for window in evaluation_windows(text_R1.shape[0], POSITIONS):
+        progress(f"running the model: position {window.start + window.length} of {text_R1.shape[0] - 1}")
+        features = model.features(text_R1[window.start : window.start + window.length], states)
+        states = features.states
+        of_window_Td = features.dropped_TBH[:, 0]
+        if isinstance(model.output, MixtureOutputLayer):
+            hidden.append(model.output.latent_vectors(of_window_Td))
+            prior.append(model.output.prior(of_window_Td))
+        else:
+            hidden.append(of_window_Td[:, None])
+    return Contexts(
+        hidden_NKd=torch.cat(hidden),
+        prior_logits_NK=torch.cat(prior) if prior else None,
+        next_words_N=ids_L[1:],
+        description=f"{description}, {ids_L.numel() - 1:,} positions",
+    )
+
+
+def _own_corpus(loaded: LoadedModel, file: Path) -> Corpus:
+    name = loaded.recipe.corpus
+    try:
+        # The text of a language comes with its truth, but only under its own words.
+        corpus = Corpus.load(name, None, vocabulary=None if name == "language" else loaded.vocabulary)
+        check_same_corpus(loaded.meta, corpus, file)
+    except ValueError as error:
+        raise ValueError(f"{error}. Or name a text in the model's words with --text") from None
+    return corpus
+
+
+def _ids_of(text: Path, loaded: LoadedModel, notes: list[str]) -> Tensor:
+    vocabulary = loaded.vocabulary
+    unknown = 0
+
+    def encode(words: Iterable[str]) -> Tensor:
+        nonlocal unknown
+        known = []
+        for word in words:
+            if word not in vocabulary and UNKNOWN in vocabulary:
+                unknown += 1
+                word = UNKNOWN
+            known.append(word)
+        return vocabulary.encode(known)
+
+    ids_L = read_split(text, encode)
+    if unknown:
+        notes.append(f"{unknown:,} of {ids_L.numel():,} words are not among the model's, and became {UNKNOWN}.")
+    return ids_L

@@ -1,0 +1,116 @@
+"""What to audit, where, against what, and how much work it may be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from sigsoftmax.analysis.audit import AuditSettings
+from sigsoftmax.family import OutputFunction
+from sigsoftmax.family.heads import Head
+from sigsoftmax.lm.training.trainer import resolve_device
+
+__all__ = ["AuditConfig"]
+
+HEADS = ("softmax", "sigsoftmax", "gss(k=0.2)", "gss(k=0)", "mos(K=4)")
+LEAST_MEMORY = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """What to audit, where, against what, and how much work it may be."""
+
+    model: str
+    """a Hugging Face causal language model (a folder or a name on the hub), a checkpoint of a run, a file .npz or
+    .safetensors with the arrays H, W and b, or a file .npy of log-probabilities"""
+    text: Path | None = None
+    """a text whose contexts are looked at; None generates a small English one"""
+    teacher: str | None = None
+    """a Hugging Face model over the same tokens, whose distributions count as the truth"""
+    target: str | None = None
+    """the truth, otherwise: a file of probabilities or log-probabilities, or a language such as
+    ``of_rank(contexts=400, words=200, rank=100)``"""
+    function: str | None = None
+    """the output function, where a file does not say it or the model's is not recognised"""
+    bounds_only: bool = False
+    """nothing but bounds of the rank; of a Hugging Face model only the output layer is read"""
+    trust_remote_code: bool = False
+    """whether Python code that a Hugging Face model (or teacher) brings along may be run"""
+    contexts: int | None = None
+    """None: twice the width, at most 2048, and what the memory holds"""
+    window: int = 128
+    """tokens of the text that the model sees at once"""
+    memory_gib: float = 8.0
+    """memory that the audit may use, the model included"""
+    argmax_words: int = 1000
+    """words that are asked whether they can ever come first (a sample, if there are more); 0: none"""
+    argmax_seconds: float = 60.0
+    heads: tuple[str, ...] = HEADS
+    """output functions to fit to the target, beside the model's own"""
+    widths: tuple[int, ...] = ()
+    """widths of these fits; empty: that of the layer"""
+    fit_contexts: int = 500
+    fit_words: int = 500
+    starts: int = 3
+    """of each fit, at least"""
+    iterations: int = 300
+    workers: int = 2
+    device: str = "cpu"
+    seed: int = 0
+    out: Path = Path("runs/audit")
+    """folder for the records"""
+
+    def __post_init__(self) -> None:
+        if not self.model.strip():
+            raise ValueError("name something to audit: a model's folder or name, or a file")
+        if self.teacher is not None and self.target is not None:
+            raise ValueError("give either --teacher or --target, not both: there is one truth at a time")
+        if self.bounds_only and (self.teacher or self.target or self.text is not None):
+            raise ValueError("--bounds-only looks at the output layer alone; leave out --text, --teacher and --target")
+        for name, least in (("window", 2), ("starts", 1), ("iterations", 1), ("workers", 1), ("fit_contexts", 1)):
+            _check_least(name, getattr(self, name), least)
+        _check_least("fit_words", self.fit_words, 2)
+        for name in ("seed", "argmax_words", "argmax_seconds"):
+            _check_least(name, getattr(self, name), 0)
+        if self.contexts is not None:
+            _check_least("contexts", self.contexts, 1)
+        if not self.memory >= LEAST_MEMORY:
+            raise ValueError(
+                f"--memory is in GiB and must be at least {LEAST_MEMORY / 2**30:g}, got {self.memory_gib:g}"
+            )
+        if any(width < 1 for width in self.widths):
+            raise ValueError(f"widths must be positive, got {', '.join(map(str, self.widths))}")
+        if self.text is not None and not self.text.is_file():
+            raise ValueError(f"no text at {self.text}; --text names a file in UTF-8")
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"the output folder {self.out} is a file; choose another with --out")
+        for head in self.heads:
+            Head.parse(head)
+        if self.function is not None:
+            OutputFunction.parse(self.function)
+        resolve_device(self.device)
+
+    @property
+    def memory(self) -> int:
+        return int(self.memory_gib * 2**30)
+
+    @property
+    def records(self) -> Path:
+        """the file of this audit, named after what was audited"""
+        name = re.sub(r"[^\w.-]+", "-", self.model.strip("/.")).strip("-") or "model"
+        return self.out / f"{name}.jsonl"
+
+    def settings(self) -> AuditSettings:
+        return AuditSettings(
+            memory=self.memory,
+            seed=self.seed,
+            argmax_words=self.argmax_words,
+            argmax_seconds=self.argmax_seconds,
+            bounds_only=self.bounds_only,
+        )
+
+
+def _check_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} must be at least {least:g}, got {value:g}")

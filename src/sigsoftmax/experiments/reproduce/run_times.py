@@ -1,0 +1,241 @@
+"""How long the parts of a run take on this machine: a few updates, a few windows, one matrix product.
+
+Shapes: L tokens of a text, R rows, B columns.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.experiments.runs.run import Resources
+from sigsoftmax.lm.config import Recipe, TrainingConfig
+from sigsoftmax.lm.data.corpus import Corpus, WindowLengths, batchify
+from sigsoftmax.lm.dynamic.evaluation import DynamicProgress, GradientStatistics, adapt
+from sigsoftmax.lm.dynamic.rates import Rates
+from sigsoftmax.lm.dynamic.search import grid
+from sigsoftmax.lm.dynamic.window_gradients import window_count
+from sigsoftmax.lm.model.language_model import LanguageModel
+from sigsoftmax.lm.model.memory import check_model_fits
+from sigsoftmax.lm.training.evaluation import WINDOW, Evaluator
+from sigsoftmax.lm.training.optimization import AveragedSgd
+from sigsoftmax.lm.training.precision import check_precision, resolve_evaluation_precision
+from sigsoftmax.lm.training.trainer import resolve_device
+from sigsoftmax.lm.training.updates import Updater
+
+__all__ = ["EpochTimes", "RunTimes", "measure_epochs", "measure_times"]
+
+WARM_UP = 3
+"""updates that are slower than others: the first allocates, the second is captured"""
+MOST = 20
+SECONDS = 3.0
+"""after which measuring ends, however few were measured"""
+DYNAMIC_WINDOWS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTimes:
+    """Seconds of one run, its share where several are made at once."""
+
+    parameters: int
+    train_epoch: float
+    finetune_epoch: float
+    evaluation: float
+    """of a trained model on validation and test, in as many columns as are recorded"""
+    dynamic_statistics: float
+    dynamic_point: float
+    """one point of the grid on validation"""
+    dynamic_points: int
+    dynamic_test: float
+    rank: float
+
+    @property
+    def dynamic(self) -> float:
+        return self.dynamic_statistics + self.dynamic_points * self.dynamic_point + self.dynamic_test
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochTimes:
+    """Seconds of an epoch of one run, training and validation, while as many runs as planned share the device."""
+
+    train: float
+    finetune: float
+
+
+def measure_epochs(recipe: Recipe, corpus: Corpus, resources: Resources) -> EpochTimes:
+    """From a few updates: seconds where an update takes that long, else less than one."""
+    device = resolve_device(resources.device)
+    lanes = resources.at_once if device.type == "cuda" else 1
+    with _threads_of_a_run(resources, device):
+        update, model = _update_seconds(recipe, corpus, resources, device)
+        validation = _evaluation_seconds(model, corpus.valid, recipe.training.evaluation_batch, resources)
+    return EpochTimes(
+        train=lanes * (_updates(recipe, recipe.training, corpus) * update + validation),
+        finetune=lanes * (_updates(recipe, recipe.finetuning, corpus) * update + validation),
+    )
+
+
+def _updates(recipe: Recipe, config: TrainingConfig, corpus: Corpus) -> int:
+    """The updates of an epoch."""
+    seed = recipe.seed if config.window_seed is None else config.window_seed
+    lengths = WindowLengths(seed, config.bptt, config.longest_window)
+    return sum(1 for _ in lengths.epoch(corpus.train.numel() // config.batch))
+
+
+def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTimes:
+    """Takes some seconds, more where an update does."""
+    device = resolve_device(resources.device)
+    with _threads_of_a_run(resources, device) as sharing:
+        update, model = _update_seconds(recipe, corpus, resources, device)
+        update /= sharing
+        validation = _evaluation_seconds(model, corpus.valid, recipe.training.evaluation_batch, resources) / sharing
+        one_column = _evaluation_seconds(model, corpus.valid, 1, resources) / sharing
+        statistics, dynamic = _dynamic_seconds(recipe, corpus, model, resources)
+
+    settings = recipe.dynamic_evaluation
+    windows = {split: window_count(corpus.split(split).numel(), settings.window) for split in ("valid", "test")}
+    training_windows = window_count(corpus.train.numel() // settings.statistics_batch, settings.window)
+    return RunTimes(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        train_epoch=_updates(recipe, recipe.training, corpus) * update + validation,
+        finetune_epoch=_updates(recipe, recipe.finetuning, corpus) * update + validation,
+        evaluation=validation + one_column * (1.0 + corpus.test.numel() / corpus.valid.numel()),
+        dynamic_statistics=statistics * training_windows,
+        dynamic_point=dynamic * windows["valid"],
+        dynamic_points=len(grid(settings)),
+        dynamic_test=dynamic * windows["test"],
+        rank=_rank_seconds(len(corpus.vocabulary), corpus.test.numel(), device),
+    )
+
+
+@contextmanager
+def _threads_of_a_run(resources: Resources, device: torch.device) -> Iterator[int]:
+    """Several runs on a CPU have one thread each; yields how many then go on at the same time."""
+    if device.type != "cpu" or resources.at_once == 1:
+        yield 1
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield min(resources.at_once, os.cpu_count() or 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _timed(step: Callable[[], Any], device: torch.device, *, warm_up: int = WARM_UP, most: int = MOST) -> float:
+    """Seconds of a step: the mean of some, after some others."""
+    began = time.perf_counter()
+    for _ in range(warm_up):
+        step()
+        _synchronize(device)
+        if time.perf_counter() - began > SECONDS:
+            break
+    began, count = time.perf_counter(), 0
+    while count < most and (not count or time.perf_counter() - began < SECONDS):
+        step()
+        count += 1
+    _synchronize(device)
+    return (time.perf_counter() - began) / count
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Probe:
+    """A run that only makes updates, all of the usual length, on a stream of its own."""
+
+    def __init__(self, recipe: Recipe, corpus: Corpus, resources: Resources, device: torch.device) -> None:
+        config = recipe.training
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with self._on_stream():
+            check_model_fits(recipe.model, len(corpus.vocabulary), device, is_trained=True)
+            self.model = LanguageModel(recipe.model, len(corpus.vocabulary), seed=recipe.seed).to(device)
+            self.model.stack.recurrence.concurrent_runs = resources.at_once
+            text_RB = batchify(corpus.train, config.batch)
+            self._length = min(config.bptt, text_RB.shape[0] - 1)
+            self._left = self._steps = (text_RB.shape[0] - 1) // self._length
+            self._updater = Updater(
+                self.model,
+                AveragedSgd(list(self.model.parameters()), clip=config.clip, weight_decay=config.weight_decay),
+                text_RB,
+                config,
+                generator=torch.Generator(device).manual_seed(recipe.seed),
+                precision=check_precision(resources.precision, device),
+            )
+            self._updater.begin_epoch()
+
+    def step(self) -> None:
+        with self._on_stream():
+            if not self._left:
+                self._updater.begin_epoch()
+                self._left = self._steps
+            self._updater.run(drawn=self._length, length=self._length)
+            self._left -= 1
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _update_seconds(
+    recipe: Recipe, corpus: Corpus, resources: Resources, device: torch.device
+) -> tuple[float, LanguageModel]:
+    """Of one run's update while as many share the device as will; and a model to go on with."""
+    lanes = resources.at_once if device.type == "cuda" else 1
+    probes = [_Probe(recipe, corpus, resources, device) for _ in range(lanes)]
+
+    def all_of_them() -> None:
+        for probe in probes:
+            probe.step()
+
+    return _timed(all_of_them, device) / lanes, probes[0].model
+
+
+def _evaluation_seconds(model: LanguageModel, ids_L: Tensor, batch: int, resources: Resources) -> float:
+    """Seconds of one static evaluation of a text in that many columns, from its first windows."""
+    device = model.embedding.device
+    text_RB = batchify(ids_L, batch)
+    windows = -(-(text_RB.shape[0] - 1) // WINDOW)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        precision = resolve_evaluation_precision(resources.evaluation_precision, device)
+        evaluator = Evaluator(model, text_RB, precision=precision)
+        few = min(windows, 4)
+        seconds = _timed(lambda: list(islice(evaluator.launch(), few)), device, warm_up=1, most=3)
+    return seconds / few * windows
+
+
+def _dynamic_seconds(recipe: Recipe, corpus: Corpus, model: LanguageModel, resources: Resources) -> tuple[float, float]:
+    """Of a window of the statistics, and of one that adapts."""
+    settings = recipe.dynamic_evaluation
+    last: dict[bool, float] = {}
+
+    def look(at: DynamicProgress) -> None:
+        last[at.rates is not None] = at.seconds_per_window
+
+    few = settings.statistics_batch * (DYNAMIC_WINDOWS * settings.window + 1)
+    statistics = GradientStatistics.of(
+        model, corpus.train[:few], settings, precision=resources.precision, progress=look
+    )
+    # A model that has not been trained may not survive the usual rates.
+    rates = Rates(learning_rate=0.0, decay=min(settings.decays), epsilon=settings.epsilon)
+    adapt(model, statistics, corpus.valid, rates, limit=DYNAMIC_WINDOWS, precision=resources.precision, progress=look)
+    return last.get(False, 0.0), last.get(True, 0.0)
+
+
+def _rank_seconds(words: int, contexts: int, device: torch.device) -> float:
+    """The Gram matrix, of which a little more than half is computed, and its eigenvalues."""
+    size = 1024
+    factor = torch.randn(size, size, dtype=torch.float64, device=device)
+    rate = 2.0 * size**3 / _timed(lambda: factor @ factor, device)
+    least = float(min(words, contexts))
+    return (1.125 * least * words * contexts + 4.0 * least**3) / rate

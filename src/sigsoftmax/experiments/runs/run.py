@@ -1,0 +1,184 @@
+"""A run: a recipe and a seed, trained and perhaps finetuned, in a folder of its own; and what it may use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from sigsoftmax.lm.config import PRECISIONS, Recipe
+from sigsoftmax.lm.data.corpus import Corpus
+from sigsoftmax.lm.data.corpus_files import PUBLISHED
+from sigsoftmax.lm.parallel.alone import KINDS, Kind
+from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
+from sigsoftmax.lm.training.precision import resolve_evaluation_precision
+from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, load_model
+from sigsoftmax.lm.training.trainer import Phase, Trainer, resolve_device
+
+__all__ = [
+    "Resources",
+    "Run",
+    "checkpoint_file",
+    "chosen_recipes",
+    "default_device",
+    "planned_runs",
+    "run_folder",
+    "run_in",
+    "text_of",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Where runs are made, and from which text."""
+
+    data: Path | None = None
+    """folder of a corpus; None: where ``sigsoftmax data fetch`` puts them"""
+    device: str = "cpu"
+    precision: str = "float32"
+    """of training, on a GPU"""
+    evaluation_precision: str | None = None
+    """of validation and test; None: TF32 products on a GPU, float32 elsewhere"""
+    at_once: int = 1
+    """runs that share the device; on a CPU each in a process of one thread"""
+    parallel: Kind | None = None
+    """how the processes of torchrun divide a run; None: as DDP does, and without torchrun not at all"""
+
+    def __post_init__(self) -> None:
+        if self.at_once < 1:
+            raise ValueError(f"at_once must be at least 1, got {self.at_once}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        resolve_evaluation_precision(self.evaluation_precision, resolve_device(self.device))
+        if self.parallel is not None and self.parallel not in KINDS:
+            raise ValueError(f"parallel must be one of {', '.join(KINDS)}, got {self.parallel!r}")
+
+    def corpus(self, name: str) -> Corpus:
+        return Corpus.load(name, self.data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One phase of one run."""
+
+    recipe: Recipe
+    seed: int
+    folder: Path
+    """in which each phase has a folder"""
+    phase: Phase = "train"
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.phase
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best.safetensors"
+
+    @property
+    def epochs(self) -> int:
+        return (self.recipe.training if self.phase == "train" else self.recipe.finetuning).epochs
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe.name}, seed {self.seed}" + (", finetuning" if self.phase == "finetune" else "")
+
+    def finetuning(self) -> Run:
+        return replace(self, phase="finetune")
+
+    def trainer(self, corpus: Corpus, resources: Resources) -> Trainer:
+        """New, or where it was left if its folder has a checkpoint."""
+        return Trainer(
+            self.recipe,
+            corpus,
+            self.path,
+            phase=self.phase,
+            start=replace(self, phase="train").best if self.phase == "finetune" else None,
+            seed=self.seed,
+            device=resources.device,
+            precision=resources.precision,
+            evaluation_precision=resources.evaluation_precision,
+            concurrent_runs=resources.at_once,
+            parallel=resources.parallel,
+        )
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def chosen_recipes(names: Sequence[str], config: Path | None, changes: Iterable[str]) -> list[Recipe]:
+    """Recipes by name or from a file, with the changes made to each."""
+    if config is not None and names:
+        raise ValueError("name recipes or give --config FILE, which names its own, not both")
+    bases = [from_toml(config)] if config is not None else [recipe(name) for name in names]
+    if not bases:
+        raise ValueError("name a recipe, as ptb-sigsoftmax, or give --config FILE; 'sigsoftmax recipes' lists them")
+    repeated = {base.name for base in bases if [other.name for other in bases].count(base.name) > 1}
+    if repeated:
+        raise ValueError(f"{' and '.join(sorted(repeated))} is named more than once; give --seeds for several runs")
+    return [with_overrides(base, changes) for base in bases]
+
+
+def planned_runs(recipes: Iterable[Recipe], seeds: Sequence[int], out: Path) -> list[Run]:
+    """Every recipe with every seed, or with the published one."""
+    if len(set(seeds)) != len(seeds):
+        raise ValueError(f"seeds must differ, got {', '.join(map(str, seeds))}")
+    if any(not 0 <= seed < 2**32 for seed in seeds):
+        raise ValueError(f"seeds must be between 0 and 2**32 - 1, got {', '.join(map(str, seeds))}")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"the output folder {out} is a file; choose another with --out")
+    return [
+        Run(recipe=chosen, seed=seed, folder=out / folder_name(chosen.name) / str(seed))
+        for chosen in recipes
+        for seed in (seeds or (chosen.seed,))
+    ]
+
+
+def folder_name(name: str) -> str:
+    """``gss(k=0.3)`` as ``gss-k=0.3``: what shells and file systems leave alone."""
+    return re.sub(r"[^\w.=+]+", "-", name).strip("-")
+
+
+def checkpoint_file(path: Path) -> Path:
+    """The best weights in the folder of a run, the finetuned ones if there are any; or the file that was named."""
+    if path.is_file():
+        return path
+    for folder in (path, path / "finetune", path / "train"):
+        if (folder / "best.safetensors").is_file():
+            return folder / "best.safetensors"
+    raise ValueError(
+        f"no trained model at {path}: expected the folder of a run, as runs/ptb-softmax/141, or a best.safetensors"
+    )
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to; where it lies in no run, its own."""
+    folder = checkpoint.resolve().parent
+    return folder.parent if folder.name in get_args(Phase) else folder
+
+
+def text_of(loaded: LoadedModel, resources: Resources) -> Corpus:
+    """The text that the model was trained on, or other text in its words."""
+    trained_on, expected = loaded.run.corpus, loaded.recipe.corpus
+    if resources.data is None and trained_on != expected and expected in (*PUBLISHED, "language"):
+        raise ValueError(
+            f"the model was trained on the text {trained_on!r} in place of {expected!r}; say where that text is with "
+            "--data FOLDER"
+        )
+    return Corpus.load(expected, resources.data, vocabulary=loaded.vocabulary)
+
+
+def run_in(folder: Path, resources: Resources) -> Run:
+    """The trained run whose folder this is, or whose training has this folder; its text must be at hand."""
+    trained = folder / "train" if (folder / "train").is_dir() else folder
+    best = trained / "best.safetensors"
+    if trained.name != "train" or not best.is_file():
+        raise ValueError(f"no trained run in {folder}: expected a folder like runs/ptb-softmax/141, with train in it")
+    loaded = load_model(best)
+    check_same_corpus(loaded.meta, text_of(loaded, resources), best)
+    return Run(recipe=loaded.recipe, seed=loaded.run.seed, folder=trained.parent)

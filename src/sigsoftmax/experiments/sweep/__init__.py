@@ -1,0 +1,1 @@
+"""Many runs with changed settings, on this machine or on Ray."""

@@ -1,0 +1,116 @@
+"""The recipes of a sweep: by name, by head, or in a TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sigsoftmax.experiments.runs.run import chosen_recipes
+from sigsoftmax.lm.config import Recipe
+from sigsoftmax.lm.recipes import read_toml
+from sigsoftmax.lm.settings import SETTINGS
+
+__all__ = ["AskedSweep", "asked_sweep", "read_sweep_file"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedSweep:
+    """What a sweep is of, in words. What is left out is empty."""
+
+    recipes: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    setting: str | None = None
+    """of the heads"""
+    seeds: tuple[int, ...] = ()
+    baseline: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+    def chosen_recipes(self, data: Path | None) -> tuple[Recipe, ...]:
+        """Recipes by name, and heads in their setting: the embedded language, or ``tiny`` where a text is given."""
+        if self.setting is not None and self.setting not in SETTINGS:
+            raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {self.setting!r}")
+        if self.setting is not None and not self.heads:
+            raise ValueError("the setting is that of --heads; a recipe's name has its own, as tiny-softmax")
+        setting = self.setting or ("language" if data is None else "tiny")
+        names = [*self.recipes, *(f"{setting}-{head}" for head in self.heads)]
+        if not names:
+            raise ValueError("name recipes, as tiny-softmax tiny-sigsoftmax, or heads, as --heads softmax,sigsoftmax")
+        return tuple(chosen_recipes(names, None, ()))
+
+
+def asked_sweep(
+    *,
+    config: Path | None,
+    recipes: Sequence[str],
+    heads: Sequence[str],
+    setting: str | None,
+    seeds: Sequence[int],
+    baseline: Sequence[str],
+    changes: Sequence[str],
+) -> AskedSweep:
+    """As the command line says; what a file names beforehand may get other seeds, another baseline, more changes."""
+    if config is None:
+        return AskedSweep(
+            recipes=tuple(recipes),
+            heads=tuple(heads),
+            setting=setting,
+            seeds=tuple(seeds),
+            baseline=tuple(baseline),
+            changes=tuple(changes),
+        )
+    if recipes or heads or setting:
+        raise ValueError("name recipes or heads, or give --config FILE, which names its own, not both")
+    file = read_sweep_file(config)
+    return replace(
+        file,
+        seeds=tuple(seeds) or file.seeds,
+        baseline=tuple(baseline) or file.baseline,
+        changes=(*file.changes, *changes),
+    )
+
+
+def read_sweep_file(path: Path) -> AskedSweep:
+    """``recipes`` or ``heads``, ``seeds``, ``baseline``, and fields in tables as in a recipe's file.
+
+    A field with a list of values is an axis; one that is itself a list becomes an axis by a list of lists.
+    """
+    content = read_toml(path, "sweep")
+    try:
+        setting = content.pop("setting", None)
+        if setting is not None and not isinstance(setting, str):
+            raise ValueError(f"setting must be a text, got {setting!r}")
+        names = [_list(content.pop(key, []), str, key) for key in ("recipe", "recipes")]
+        return AskedSweep(
+            recipes=tuple(name for found in names for name in found),
+            heads=_list(content.pop("heads", []), str, "heads"),
+            setting=setting,
+            seeds=_list(content.pop("seeds", []), int, "seeds"),
+            baseline=_list(content.pop("baseline", []), str, "baseline"),
+            changes=tuple(_changes_of(content)),
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _list(value: Any, kind: type, name: str) -> tuple[Any, ...]:
+    items = value if isinstance(value, list) else [value]
+    if any(type(item) is not kind for item in items):
+        raise ValueError(f"{name} must be a list of {'texts' if kind is str else 'whole numbers'}, got {value!r}")
+    return tuple(items)
+
+
+def _changes_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _changes_of(value, f"{prefix}{key}.")
+        else:
+            items = value if isinstance(value, list) else [value]
+            yield f"{prefix}{key}={','.join(map(_text, items))}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({','.join(map(_text, value))})"
+    return str(value).lower() if isinstance(value, bool) else str(value)

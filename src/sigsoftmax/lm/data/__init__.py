@@ -1,0 +1,1 @@
+"""Where text comes from, and how it becomes the ids that models read."""

@@ -1,0 +1,327 @@
+"""Text as ids: vocabulary, corpora, columns and windows.
+
+A corpus is three splits over one vocabulary, either files of text or samples from a language whose truth is known.
+A split is one stream of ids; it is laid out in columns, each of them text in order, and read window by window.
+
+Shapes: L words of a split, R rows (positions of a column), B columns.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sigsoftmax.lm.data.corpus_files import EOS, PUBLISHED, SPLITS, Split, find, read_split, split_files, tokenise
+from sigsoftmax.synthetic import Language
+
+__all__ = [
+    "EOS",
+    "SPLITS",
+    "Corpus",
+    "Split",
+    "Vocabulary",
+    "Window",
+    "WindowLengths",
+    "batchify",
+    "embedded_language",
+    "evaluation_windows",
+    "tokenise",
+]
+
+CHECKSUMS: Mapping[str, str] = {
+    "ptb": "ba10aa5e1acedfbf6aea262610890fcabaa5161561ca202f8897a03fd22f7575",
+    "wikitext-2": "2b8d36a5794a54c5eda8811081c0a42926a6677e7260020e8165bf65128cb5f9",
+}
+"""Of the published texts, as :attr:`Corpus.checksum` has them."""
+
+
+EMBEDDED_LENGTHS = {"train": 200_000, "valid": 20_000, "test": 20_000}
+
+
+def embedded_language(seed: int = 0) -> Language:
+    """The language that comes with the package: what follows depends on the classes of the last two words.
+
+    Its log P has full rank, several times the width of the models that are compared on it. With more classes a small
+    model trained by SGD does not find out about them in minutes.
+    """
+    return Language.of_rank(contexts=64, words=200, rank=64, scale=2.0, memory=2, seed=seed)
+
+
+class Vocabulary:
+    """Words and their ids, which are positions; immutable."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = tuple(words)
+        self._ids = {word: i for i, word in enumerate(self.words)}
+        if len(self._ids) != len(self.words):
+            word = next(word for i, word in enumerate(self.words) if self._ids[word] != i)
+            raise ValueError(f"the word {word!r} is in the vocabulary more than once; words must differ")
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __contains__(self, word: object) -> bool:
+        return word in self._ids
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.words == other.words
+
+    def __hash__(self) -> int:
+        return hash(self.words)
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({len(self)} words)"
+
+    def encode(self, words: Iterable[str]) -> Tensor:
+        """The ids of words, int64 (L,). A word outside the vocabulary raises and is named."""
+        try:
+            return _stream(map(self._ids.__getitem__, words))
+        except KeyError as error:
+            unknown = str(error.args[0])
+        near = difflib.get_close_matches(unknown, self.words, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        instead = "write <unk> instead" if "<unk>" in self else "use words of the vocabulary"
+        raise ValueError(f"the word {unknown!r} is not among the {len(self):,} of the vocabulary{hint}; {instead}")
+
+    def decode(self, ids: Tensor | Sequence[int]) -> list[str]:
+        ids = torch.as_tensor(ids, dtype=torch.int64).flatten()
+        self.check(ids, "the ids")
+        return [self.words[i] for i in ids.tolist()]
+
+    def check(self, ids: Tensor, what: str) -> None:
+        """Refuse ids outside the vocabulary; ``what`` names them in the message."""
+        if ids.dtype != torch.int64:
+            raise ValueError(f"{what} must be int64, got {ids.dtype}")
+        if not ids.numel():
+            return
+        low, high = (int(bound) for bound in torch.aminmax(ids))
+        if low < 0 or high >= len(self):
+            outside = low if low < 0 else high
+            position = int((ids.flatten() == outside).nonzero()[0])
+            raise ValueError(
+                f"{what} must be between 0 and {len(self) - 1:,}, the vocabulary being {len(self):,} words, "
+                f"got {outside:,} at position {position:,}; was the text made with another vocabulary?"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Corpus:
+    """Three splits, each one stream of int64 ids (L,), over one vocabulary."""
+
+    name: str
+    """``ptb`` or ``wikitext-2`` for exactly these texts, ``language``, or the name of a folder"""
+    vocabulary: Vocabulary
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+    language: Language | None = None
+    """that drew the text, where the truth is known"""
+    valid_contexts: Tensor | None = None
+    """the context of the language in which each word of the split was drawn"""
+    test_contexts: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for split in SPLITS:
+            ids = self.split(split)
+            if ids.ndim != 1 or not ids.numel():
+                raise ValueError(f"the {split} split must be one stream of ids, got shape {tuple(ids.shape)}")
+            self.vocabulary.check(ids, f"the ids of the {split} split of {self.name!r}")
+            contexts = self.contexts(split)
+            if contexts is not None and contexts.shape != ids.shape:
+                raise ValueError(
+                    f"the {split} split must have one context a word, {ids.numel():,}, got {contexts.numel():,}"
+                )
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return self.vocabulary.words
+
+    @cached_property
+    def checksum(self) -> str:
+        """sha256 of the words and the ids: equal for corpora that train the same model."""
+        digest = hashlib.sha256("\n".join(self.words).encode())
+        for split in SPLITS:
+            ids = self.split(split)
+            digest.update(f"\n\n{split} {ids.numel()}\n".encode())
+            digest.update(ids.numpy().astype("<i8", copy=False).tobytes())
+        return digest.hexdigest()
+
+    def split(self, name: Split) -> Tensor:
+        if name not in SPLITS:
+            raise ValueError(f"a corpus has the splits {', '.join(SPLITS)}, got {name!r}")
+        ids: Tensor = getattr(self, name)
+        return ids
+
+    def contexts(self, name: Split) -> Tensor | None:
+        """The true context of each word of a split, where it is known; that of the training text is not kept."""
+        return {"valid": self.valid_contexts, "test": self.test_contexts}.get(name)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{split} {self.split(split).numel():,}" for split in SPLITS)
+        return f"Corpus({self.name}: {len(self.vocabulary):,} words; {sizes})"
+
+    @classmethod
+    def load(cls, name: str | Path, data: str | Path | None = None, *, vocabulary: Vocabulary | None = None) -> Corpus:
+        """A corpus by name, or the folder of one's own ``train.txt``, ``valid.txt`` and ``test.txt``.
+
+        ``language`` is text sampled from :func:`embedded_language`, always the same.
+
+        ``ptb`` and ``wikitext-2`` are looked for in ``data``, or else in the folder that SIGSOFTMAX_DATA names, or
+        else where ``sigsoftmax data fetch`` puts them; each may be the folder of the corpus or its parent. A ``data``
+        that holds other text is taken under its own name: that is how a recipe is run on one's own text.
+
+        Ids count words in order of first appearance over train, valid and test. With a ``vocabulary``, that of a
+        model, its ids are used and a word outside it is refused.
+        """
+        if name == "language" and data is None:
+            return cls.of_language(embedded_language(), **EMBEDDED_LENGTHS, seed=0)
+        folder, expected = find(str(name), data)
+        paths = split_files(folder)
+        assert paths is not None, "found by its files"
+        if vocabulary is not None:
+            splits = {split: read_split(path, vocabulary.encode) for split, path in paths.items()}
+            expected = None
+        else:
+            ids: defaultdict[str, int] = defaultdict()
+            ids.default_factory = ids.__len__  # a new word gets the next id
+            splits = {
+                split: read_split(path, lambda words: _stream(map(ids.__getitem__, words)))
+                for split, path in paths.items()
+            }
+            vocabulary = Vocabulary(ids)
+        corpus = cls(
+            name=folder.resolve().name,
+            vocabulary=vocabulary,
+            train=splits["train"],
+            valid=splits["valid"],
+            test=splits["test"],
+        )
+        return _named(corpus, expected, folder)
+
+    @classmethod
+    def of_language(cls, language: Language, *, train: int, valid: int, test: int, seed: int) -> Corpus:
+        """Splits of the given lengths, each drawn anew; words are named w0, w1, ..., and nothing ends a line."""
+        lengths: dict[Split, int] = {"train": train, "valid": valid, "test": test}
+        for split, length in lengths.items():
+            if length < 1:
+                raise ValueError(f"the {split} split of a sampled text needs at least one word, got {length}")
+        seeds = np.random.SeedSequence(seed).generate_state(len(SPLITS))
+        texts = {split: language.sample(lengths[split], seed=int(s)) for split, s in zip(SPLITS, seeds, strict=True)}
+        return cls(
+            name="language",
+            vocabulary=Vocabulary(f"w{i}" for i in range(language.num_words)),
+            train=texts["train"].words_L,
+            valid=texts["valid"].words_L,
+            test=texts["test"].words_L,
+            language=language,
+            valid_contexts=texts["valid"].contexts_L,
+            test_contexts=texts["test"].contexts_L,
+        )
+
+
+def _named(corpus: Corpus, expected: str | None, folder: Path) -> Corpus:
+    """The corpus under its published name if it is that text, refused if it ought to be and is not."""
+    published = {checksum: name for name, checksum in CHECKSUMS.items()}.get(corpus.checksum)
+    if expected is not None and published != expected:
+        raise ValueError(
+            f"{folder} does not hold the published text of {expected!r}: its checksum is {corpus.checksum[:16]}..., "
+            f"not {CHECKSUMS[expected][:16]}...; get the right one with 'sigsoftmax data fetch {expected}', or use "
+            f"this one as text of your own with --data {folder}"
+        )
+    if published is None and corpus.name in (*PUBLISHED, "language"):
+        # The name is kept for the published text: records must not mix the two.
+        return replace(corpus, name=f"{folder.resolve().parent.name}/{corpus.name}")
+    return replace(corpus, name=published or corpus.name)
+
+
+def _stream(ids: Iterator[int]) -> Tensor:
+    return torch.from_numpy(np.frombuffer(array("q", ids), dtype=np.int64).copy())
+
+
+def batchify(ids_L: Tensor, batch: int) -> Tensor:
+    """Columns of text in order, (R, B): R = L // B, and the last L - R B words are left out."""
+    if batch < 1:
+        raise ValueError(f"the batch must have at least one column, got {batch}")
+    rows = ids_L.numel() // batch
+    if rows < 2:
+        raise ValueError(
+            f"{batch:,} columns need at least {2 * batch:,} words, one to read and one to predict in each, and there "
+            f"are {ids_L.numel():,}; take a smaller batch or more text"
+        )
+    return ids_L[: rows * batch].reshape(batch, rows).t().contiguous()
+
+
+class Window(NamedTuple):
+    """Rows ``start`` to ``start + length - 1`` are read; the targets are one row later."""
+
+    start: int
+    length: int
+    drawn: int
+    """the length before the end of the text cut it; the learning rate scales with this one"""
+
+
+class WindowLengths:
+    """The random lengths of training windows, drawn as the published scripts draw them.
+
+    A length is about ``bptt``, or in one of twenty about half of it, with a standard deviation of 5, no less than 5
+    and no more than ``longest``. All epochs draw from one stream, which :meth:`state` can hold.
+    """
+
+    def __init__(self, seed: int, bptt: int = 70, longest: int | None = None) -> None:
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"the seed of window lengths must be between 0 and 2**32 - 1, got {seed}")
+        self.bptt = bptt
+        self.longest = longest
+        # numpy's legacy generator, kept unchanged for good: the published lengths come from it.
+        self._generator = np.random.RandomState(seed)
+
+    def draw(self) -> int:
+        base = self.bptt if self._generator.random_sample() < 0.95 else self.bptt / 2.0
+        length = max(5, int(self._generator.normal(base, 5)))
+        return length if self.longest is None else min(length, self.longest)
+
+    def epoch(self, rows: int, start: int = 0) -> Iterator[Window]:
+        """The windows of a text of so many rows, drawn one by one; ``start`` goes on in the middle."""
+        if rows < 3:
+            raise ValueError(f"training needs at least 3 rows of text, got {rows}; take a smaller batch or more text")
+        while start < rows - 2:
+            drawn = self.draw()
+            yield Window(start, min(drawn, rows - 1 - start), drawn)
+            start += drawn
+
+    def state(self) -> dict[str, Any]:
+        """All that the next draws depend on, as JSON can hold it."""
+        state = self._generator.get_state(legacy=False)
+        return {
+            "key": state["state"]["key"].tolist(),
+            "position": int(state["state"]["pos"]),
+            "has_gauss": int(state["has_gauss"]),
+            "gauss": float(state["gauss"]),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._generator.set_state(
+            {
+                "bit_generator": "MT19937",
+                "state": {"key": np.array(state["key"], dtype=np.uint32), "pos": state["position"]},
+                "has_gauss": state["has_gauss"],
+                "gauss": state["gauss"],
+            }
+        )
+
+
+def evaluation_windows(rows: int, length: int = 70) -> Iterator[Window]:
+    """Windows of one length that cover every target; the last may be shorter."""
+    for start in range(0, rows - 1, length):
+        yield Window(start, min(length, rows - 1 - start), length)

@@ -1,0 +1,1 @@
+"""Dynamic evaluation: the model that goes on learning while it is tested."""

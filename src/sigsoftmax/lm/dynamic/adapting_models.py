@@ -1,0 +1,230 @@
+"""Copies of a model that go over a text side by side and adapt to it, each at rates of its own.
+
+A window is a few tokens, so that all that counts is how often weights are read and written. Forward and backward are
+written out (``few_tokens``), so that gradients of matrices stay thin factors and the step (``adaptation``) forms them
+while it reads the weights. Everything is in the dtype of the weights: products of a few tokens in another precision
+would save nothing.
+
+Shapes: P models, T tokens, V words, D embedding, H hidden of the last layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from sigsoftmax.layers.mixture import MixtureOutputLayer
+from sigsoftmax.layers.output_layer import OutputLayer
+from sigsoftmax.lm import kernels
+from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, Gradient, TokenSum, adapt_
+from sigsoftmax.lm.dynamic.few_tokens import LstmSteps, linear, linear_input_gradient, lstm, lstm_gate_gradients
+from sigsoftmax.lm.dynamic.window_gradients import WindowPass
+from sigsoftmax.lm.model.language_model import LanguageModel
+from sigsoftmax.lm.model.recurrent import LayerState, carry_over
+from sigsoftmax.lm.training.precision import arithmetic
+from sigsoftmax.losses import functional
+
+__all__ = ["WIDEST_WINDOW", "AdaptingModels", "can_adapt"]
+
+WIDEST_WINDOW = 16
+"""tokens; with more of them products are no longer bound by memory, and their sums no longer fit into registers"""
+
+ALIGNMENT = 16
+"""elements; kernels then load 16 bytes at once"""
+
+Gradients = dict[str, Gradient]
+
+
+def can_adapt(model: LanguageModel, window: int) -> bool:
+    """Whether kernels make passes of these windows fast."""
+    return window <= WIDEST_WINDOW and all(map(kernels.run_on, model.parameters()))
+
+
+class AdaptingModels(WindowPass):
+    """``models`` copies of one model, which start where it is and share the statistics of its gradients."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        rms: Mapping[str, Tensor],
+        ids_L: Tensor,
+        *,
+        models: int,
+        window: int,
+        limit: int | None = None,
+        capture: bool = True,
+    ) -> None:
+        device, dtype = model.embedding.device, model.embedding.dtype
+        super().__init__(device, ids_L.unsqueeze(1), window=window, models=models, limit=limit, capture=capture)
+        self._adapted: dict[str, Adapted] = {}
+        for name, parameter in model.named_parameters():
+            start, own_rms = parameter.detach(), rms[name]
+            weights = start.new_empty(models, *start.shape)
+            if name.startswith("stack.") and start.ndim == 2:
+                weights = _aligned(weights.shape, start)
+                start, own_rms = (_aligned(start.shape, start).copy_(tensor) for tensor in (start, own_rms))
+            self._adapted[name] = Adapted(weights.copy_(start.expand_as(weights)), start, own_rms)
+        self._rates_P4 = torch.zeros(models, 4, dtype=dtype, device=device)
+        self._outputs = [self._output_of(model, index) for index in range(models)]
+        self._states = [
+            LayerState(*(torch.zeros(models, width, dtype=dtype, device=device) for _ in LayerState._fields))
+            for width in model.config.hidden
+        ]
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        layers = range(1, len(self._states))
+        self._adapted_aside = {name for index in layers for name in _of_layer(index)}
+        """as soon as their gradients are known"""
+        self._vocabulary_V = torch.arange(model.words, device=device)
+
+    def restart(self, rates_P4: Tensor) -> None:
+        """Put all models back to where they began, and set their rates (see ``adapt_``)."""
+        self.synchronize()
+        self._rates_P4.copy_(rates_P4)
+        for weights, start, _ in self._adapted.values():
+            weights.copy_(start.expand_as(weights))
+
+    def _output_of(self, model: LanguageModel, index: int) -> OutputLayer | MixtureOutputLayer:
+        """The head of one of the models, on its weights."""
+        output = copy.deepcopy(model.output).requires_grad_()
+        if isinstance(output, MixtureOutputLayer):
+            output.latent_dropout = nn.Identity()
+        for name, parameter in output.named_parameters():
+            parameter.data = self._weights(_name_in_model(name))[index]
+        return output
+
+    def _weights(self, name: str) -> Tensor:
+        return self._adapted[name].weights
+
+    def _carried(self) -> Sequence[LayerState]:
+        return self._states
+
+    @torch.no_grad()
+    def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
+        tokens_T, targets_T = tokens_TB[:, 0], targets_TB[:, 0]
+        with arithmetic("float32", self.device):
+            inputs, steps = self._forward(tokens_T)
+            hidden_PTH = steps[-1].hidden[1:].transpose(0, 1).contiguous()
+            if isinstance(self._outputs[0], MixtureOutputLayer):
+                loss_P, gradient_PSTH, gradients = self._mixture(hidden_PTH, targets_T)
+            else:
+                loss_P, gradient_PSTH, gradients = self._single(hidden_PTH, targets_T)
+            gradient_PTD = self._backward(gradient_PSTH, inputs, steps, gradients)
+            self._add_rows(gradients, tokens_T, gradient_PTD)
+            self._adapt([name for name in gradients if name not in self._adapted_aside], gradients)
+            self._join()
+        carry_over(self._states, [LayerState(step.hidden[-1], step.cell[-1]) for step in steps])
+        return loss_P
+
+    # --- recurrent layers -----------------------------------------------------------------------------------------
+
+    def _forward(self, tokens_T: Tensor) -> tuple[list[Tensor], list[LstmSteps]]:
+        """The inputs of all layers, and what they make of them."""
+        inputs, steps = [self._weights("embedding").index_select(1, tokens_T)], list[LstmSteps]()
+        for index, state in enumerate(self._states):
+            weight_ih, weight_hh, *biases = (self._weights(name) for name in _of_layer(index))
+            steps.append(lstm(linear(inputs[-1], weight_ih, *biases), weight_hh, *state))
+            inputs.append(steps[-1].hidden[1:].transpose(0, 1))
+        return inputs[:-1], steps
+
+    def _backward(self, gradient: Tensor, inputs: list[Tensor], steps: list[LstmSteps], gradients: Gradients) -> Tensor:
+        """Adds the gradients of all layers to the others, and returns that of the first one's input."""
+        for index in reversed(range(len(steps))):
+            names = _of_layer(index)
+            of_gates = lstm_gate_gradients(gradient, self._weights(names[1]), steps[index])
+            gradients[names[0]] = Factors(of_gates, inputs[index])
+            gradients[names[1]] = Factors(of_gates, steps[index].hidden[:-1].transpose(0, 1))
+            gradients[names[2]] = gradients[names[3]] = TokenSum(of_gates)
+            gradient = linear_input_gradient(of_gates, self._weights(names[0]))
+            if index > 0:
+                with self._aside():
+                    self._adapt(names, gradients)
+        return gradient.sum(dim=1)
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def _adapt(self, names: Sequence[str], gradients: Gradients) -> None:
+        adapt_([self._adapted[name] for name in names], [gradients[name] for name in names], self._rates_P4)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On a second stream: steps wait for memory, and the recurrence of the layer below for its own last step."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+
+    # --- heads: the loss of each model, the gradient of the hidden vectors in parts, those of the head's parameters ---
+
+    def _single(self, hidden_PTD: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Gradients]:
+        logits_PTV = linear(hidden_PTD, self._weights("embedding"), self._weights("output.bias")).requires_grad_()
+        models, tokens, words = logits_PTV.shape
+        learned = [list(output.function_parameters.values()) for output in self._outputs]
+        # What a function has learned differs between models after the first window.
+        shares = [slice(None)] if not learned[0] else [slice(p, p + 1) for p in range(models)]
+        losses = []
+        with torch.enable_grad():
+            for share, output in zip(shares, self._outputs, strict=False):
+                own = logits_PTV[share].reshape(-1, words)
+                repeated = targets_T.repeat(len(own) // tokens)
+                losses.append(functional.cross_entropy(own, repeated, function=output.function, reduction="none"))
+            loss_PT = torch.cat(losses).view(models, tokens) if len(losses) > 1 else losses[0].view(models, tokens)
+            loss_P = loss_PT.mean(dim=1)
+            parameters = [parameter for own in learned for parameter in own]
+            of_logits, *of_parameters = torch.autograd.grad(loss_P.sum(), [logits_PTV, *parameters])
+        gradients: Gradients = {
+            "embedding": Factors(of_logits, hidden_PTD),
+            "output.bias": TokenSum(of_logits),
+        }
+        for place, name in enumerate(self._outputs[0].function_parameters):
+            of_models = of_parameters[place :: len(learned[0])]
+            gradients[f"output.function_parameters.{name}"] = torch.stack(of_models)
+        return loss_P.detach(), linear_input_gradient(of_logits, self._weights("embedding")), gradients
+
+    def _mixture(self, hidden_PTH: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Gradients]:
+        losses, found = [], []
+        for output, hidden_TH in zip(self._outputs, hidden_PTH, strict=True):
+            hidden_TH = hidden_TH.detach().requires_grad_()
+            with torch.enable_grad():
+                loss = output.loss(hidden_TH, targets_T)
+                found.append(torch.autograd.grad(loss, [hidden_TH, *output.parameters()]))
+            losses.append(loss.detach())
+        of_hidden, *of_parameters = (torch.stack(of_models) for of_models in zip(*found, strict=True))
+        names = [_name_in_model(name) for name, _ in self._outputs[0].named_parameters()]
+        return torch.stack(losses), of_hidden.unsqueeze(1), dict(zip(names, of_parameters, strict=True))
+
+    def _add_rows(self, gradients: Gradients, tokens_T: Tensor, rows_PTD: Tensor) -> None:
+        """Add the input's share to the gradient of the tied matrix: its rows at the tokens."""
+        is_token_TV = (tokens_T.unsqueeze(1) == self._vocabulary_V).to(rows_PTD.dtype)
+        is_token_PTV = is_token_TV.expand(len(rows_PTD), -1, -1)
+        of_head = gradients["embedding"]
+        if isinstance(of_head, Factors):
+            gradients["embedding"] = Factors(
+                torch.cat([of_head.left_PTO, is_token_PTV], dim=1), torch.cat([of_head.right_PTI, rows_PTD], dim=1)
+            )
+        else:
+            assert isinstance(of_head, Tensor)
+            gradients["embedding"] = torch.baddbmm(of_head, is_token_PTV.mT, rows_PTD)
+
+
+def _aligned(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Zeros of this shape, in memory where every row begins at a multiple of 16 elements."""
+    *rest, columns = shape
+    return like.new_zeros(*rest, -(-columns // ALIGNMENT) * ALIGNMENT)[..., :columns]
+
+
+def _name_in_model(name_in_output: str) -> str:
+    return "embedding" if name_in_output == "weight" else f"output.{name_in_output}"
+
+
+def _of_layer(index: int) -> list[str]:
+    return [f"stack.layers.{index}.{name}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]

@@ -1,0 +1,252 @@
+"""Passes over a text window by window: fixed windows, carried state, no dropout; and the gradient of each window.
+
+What changes from window to window (the row, the carried state, the losses) lives on the device in tensors that stay
+where they are, so that a window of a given length can be captured once and replayed. A pass has a stream of its own,
+so that several can share one GPU.
+
+Shapes: L words, R rows, B columns, W windows, P models that go over the text side by side.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.lm.data.corpus import evaluation_windows
+from sigsoftmax.lm.model.language_model import LanguageModel
+from sigsoftmax.lm.model.recurrent import LayerState, carry_over
+from sigsoftmax.lm.training.capture import RepeatedCalls
+from sigsoftmax.lm.training.precision import arithmetic, check_precision, lstm_dtype
+
+__all__ = ["Look", "WindowGradients", "WindowPass", "check_text", "trainable_copy", "window_count"]
+
+WARM_UP = 3
+"""windows that are slower than others: the first allocates and compiles, the second is captured"""
+FIRST_LOOK = 10
+"""windows after which the time of a run can be told"""
+SECONDS_BETWEEN_LOOKS = 1.0
+IN_FLIGHT = 64
+"""windows given to a GPU before the host waits for it: enough to hide the host, few enough to stop soon"""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How far a pass has come with one of its models."""
+
+    windows: int
+    loss: float
+    """mean over the tokens so far"""
+    broken_at: int | None
+    """the first window, counted from 1, whose loss is no finite number"""
+    seconds_per_window: float
+
+
+def window_count(tokens: int, window: int) -> int:
+    """Windows of a text in one column: its first token is not scored, and the last window may be shorter.
+
+    >>> window_count(82_430, 5)
+    16486
+    """
+    if tokens < 2 or window < 1:
+        raise ValueError(f"a text needs at least 2 tokens and a window at least 1, got {tokens} and {window}")
+    return -(-(tokens - 1) // window)
+
+
+def check_text(ids_L: Tensor, words: int) -> None:
+    """Refuse what is no text of at least 2 of these words."""
+    if ids_L.ndim != 1 or ids_L.dtype != torch.int64:
+        raise ValueError(f"a text must be one stream of int64 ids, got {ids_L.dtype} of shape {tuple(ids_L.shape)}")
+    if ids_L.numel() < 2:
+        raise ValueError(f"a text must have at least 2 tokens, since the first is not scored, got {ids_L.numel()}")
+    low, high = (int(bound) for bound in torch.aminmax(ids_L))
+    if low < 0 or high >= words:
+        raise ValueError(
+            f"ids must be between 0 and {words - 1:,}, the model having {words:,} words, got "
+            f"{low if low < 0 else high:,}; was the text made with another vocabulary?"
+        )
+
+
+def trainable_copy(model: LanguageModel) -> LanguageModel:
+    """With the same tie between its matrices, and gradients for every parameter."""
+    duplicate = copy.deepcopy(model)
+    duplicate.zero_grad(set_to_none=True)
+    return duplicate.requires_grad_()
+
+
+class WindowPass(ABC):
+    """Goes over a text with one or several models and keeps the mean loss of each window."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        text_RB: Tensor,
+        *,
+        window: int,
+        models: int = 1,
+        limit: int | None = None,
+        capture: bool = True,
+    ) -> None:
+        self._rows, self._batch = text_RB.shape
+        self.device, self.window = device, window
+        self.windows = window_count(self._rows, window)
+        if limit is not None:
+            if limit < 1:
+                raise ValueError(f"limit must be at least 1 window, got {limit}")
+            self.windows = min(self.windows, limit)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._text_RB = text_RB.to(device)
+        self._row = torch.zeros((), dtype=torch.int64, device=device)
+        self._count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._losses_WP = torch.zeros(self.windows, models, dtype=torch.float64, device=device)
+        self._steps = torch.arange(window + 1, device=device)
+        self._calls = RepeatedCalls(device, capture=capture)
+
+    @abstractmethod
+    def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
+        """Everything of a window; returns its mean loss by each model, (P,). It is captured."""
+
+    @abstractmethod
+    def _carried(self) -> Sequence[LayerState]:
+        """The state before the next window, zero before the first."""
+
+    def scored(self, windows: int | None = None) -> int:
+        """Tokens of the first windows, or of all that the pass goes over."""
+        return min((self.windows if windows is None else windows) * self.window, self._rows - 1) * self._batch
+
+    def launch(self, look: Callable[[list[Look]], None]) -> Generator[None, None, None]:
+        """Give the work to the device, window by window; ``look`` is called now and then, and after the last.
+
+        It gets a look at each model; the first tells what a window takes. A look waits for the device, nothing else
+        does for long.
+        """
+        self._begin()
+        looked, warm = time.monotonic(), time.monotonic()
+        in_flight: deque[torch.cuda.Event] = deque()
+        try:
+            windows = islice(evaluation_windows(self._rows, self.window), self.windows)
+            for done, window in enumerate(windows, start=1):
+                with self.on_stream():
+                    self._calls(window.length, partial(self._window, window.length))
+                if self._stream is not None:
+                    in_flight.append(self._stream.record_event())
+                    if len(in_flight) > IN_FLIGHT:
+                        in_flight.popleft().synchronize()
+                if done == WARM_UP:
+                    self.synchronize()
+                    warm = time.monotonic()
+                due = time.monotonic() - looked >= SECONDS_BETWEEN_LOOKS
+                if done == self.windows or done == FIRST_LOOK or (due and done > WARM_UP):
+                    losses = self.losses(done)
+                    looked = time.monotonic()
+                    timed = done - WARM_UP if done > WARM_UP else done
+                    look([Look(done, loss, broken_at, (looked - warm) / timed) for loss, broken_at in losses])
+                yield
+        except BaseException:
+            # What the device still works on must not be freed.
+            self.synchronize()
+            raise
+
+    def losses(self, windows: int) -> list[tuple[float, int | None]]:
+        """The mean over the tokens of the first windows by each model, and the first window whose loss is not finite.
+
+        Windows are counted from 1.
+        """
+        with self.on_stream():
+            losses_WP = self._losses_WP[:windows].cpu()
+        lengths_W = torch.full((windows,), float(self.window), dtype=losses_WP.dtype)
+        lengths_W[-1] = self.scored(windows) // self._batch - self.window * (windows - 1)
+        found = []
+        for losses_W in losses_WP.unbind(1):
+            broken = (~losses_W.isfinite()).nonzero()
+            found.append((float(losses_W @ lengths_W / lengths_W.sum()), int(broken[0]) + 1 if len(broken) else None))
+        return found
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _begin(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self.on_stream():
+            carried = [tensor for state in self._carried() for tensor in state]
+            for tensor in (self._row, self._count, self._losses_WP, *carried):
+                tensor.zero_()
+
+    def _window(self, length: int) -> None:
+        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
+        loss_P = self._compute(rows[:-1], rows[1:])
+        with torch.no_grad():
+            self._losses_WP.index_copy_(0, self._count, loss_P.detach().double().reshape(1, -1))
+            self._count += 1
+            self._row += length
+
+
+class WindowGradients(WindowPass):
+    """Gives the gradients of each window's mean loss to ``use``, one for each parameter.
+
+    ``use`` runs inside the captured call: it may change the parameters in place.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        text_RB: Tensor,
+        use: Callable[[list[Tensor]], None],
+        *,
+        window: int,
+        limit: int | None = None,
+        precision: str = "float32",
+        capture: bool = True,
+    ) -> None:
+        device = model.embedding.device
+        super().__init__(device, text_RB, window=window, limit=limit, capture=capture)
+        self._precision = check_precision(precision, device)
+        self._model, self._use = model, use
+        self._parameters = list(model.parameters())
+        # A float64 model stays one: its passes are what others are compared with.
+        self._dtype = lstm_dtype(self._precision) if self._precision == "bf16" else model.embedding.dtype
+        self._states = model.zero_state(self._batch, self._dtype)
+
+    def _carried(self) -> Sequence[LayerState]:
+        return self._states
+
+    def losses(self, windows: int) -> list[tuple[float, int | None]]:
+        with self.on_stream():
+            self._model.stack.recurrence.raise_if_failed()
+        return super().losses(windows)
+
+    @contextmanager
+    def _plain_lstm(self) -> Iterator[None]:
+        """Without oneDNN, which packs the weights anew for each call: for a few tokens that is most of the work."""
+        library: Any = torch.backends.mkldnn
+        before = library.enabled
+        try:
+            library.enabled = before and (self.device.type != "cpu" or self._batch > 1)
+            yield
+        finally:
+            library.enabled = before
+
+    def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
+        with torch.enable_grad(), arithmetic(self._precision, self.device), self._plain_lstm():
+            features = self._model.features(tokens_TB, self._states, dtype=self._dtype)
+            loss = self._model.loss(features, targets_TB)
+            gradients = torch.autograd.grad(loss, self._parameters)
+        with torch.no_grad():
+            self._use(list(gradients))
+        carry_over(self._states, features.states)
+        return loss

@@ -1,0 +1,1 @@
+"""The language model: embedding, LSTM layers, regularisation and head."""

@@ -1,0 +1,134 @@
+"""The AWD-LSTM with any output head.
+
+Shapes: T time steps, B columns, V words, D embedding, H hidden of the last layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sigsoftmax.family.heads import Head
+from sigsoftmax.layers.mixture import MixtureOutputLayer
+from sigsoftmax.layers.output_layer import OutputLayer
+from sigsoftmax.lm.config import ModelConfig
+from sigsoftmax.lm.model.embedding import dropped_embedding
+from sigsoftmax.lm.model.recurrent import LayerState, LstmStack
+from sigsoftmax.lm.model.regularization import Masks
+
+__all__ = ["Features", "LanguageModel"]
+
+
+class Features(NamedTuple):
+    """What the recurrent part makes of a window."""
+
+    raw_TBH: Tensor
+    dropped_TBH: Tensor
+    """what the head sees"""
+    states: list[LayerState]
+
+
+class _GivenMask(nn.Module):
+    """Multiplies by the mask of the current pass: the mixture layer asks for a module."""
+
+    mask: Tensor | None = None
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values if self.mask is None else values * self.mask.to(values.dtype)
+
+
+class LanguageModel(nn.Module):
+    """One matrix (V, D) is embedding and output; between them stand LSTM layers and, for a mixture, a latent layer.
+
+    There is no training mode: a pass with masks trains, a pass without evaluates.
+    """
+
+    def __init__(self, config: ModelConfig, words: int, *, seed: int = 0) -> None:
+        if words < 2:
+            raise ValueError(f"a language model needs at least 2 words, got {words}")
+        super().__init__()
+        self.config, self.words = config, words
+        self.embedding = nn.Parameter(torch.empty(words, config.embedding))
+        self.stack = LstmStack(config.embedding, config.hidden)
+        head = Head.parse(config.head)
+        self._latent_mask = _GivenMask()
+        self.output: OutputLayer | MixtureOutputLayer
+        if head.components == 1:
+            self.output = OutputLayer(config.embedding, words, head.function, weight=self.embedding)
+        else:
+            self.output = MixtureOutputLayer(
+                config.hidden[-1],
+                config.embedding,
+                words,
+                head.components,
+                head.function,
+                weight=self.embedding,
+                latent_dropout=self._latent_mask,
+                floor=config.floor,
+            )
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        self.embedding.uniform_(-0.1, 0.1, generator=generator)
+        for layer in self.stack.in_order():
+            layer.initialise(generator)
+        if isinstance(self.output, MixtureOutputLayer):
+            bound = 1.0 / math.sqrt(self.config.hidden[-1])
+            for parameter in (self.output.prior.weight, self.output.latent.weight, self.output.latent.bias):
+                parameter.uniform_(-bound, bound, generator=generator)
+
+    def describe_recurrence(self, batch: int, dtype: torch.dtype) -> str:
+        """One sentence: what computes the LSTM layers for that many columns, and why."""
+        return self.stack.recurrence.describe(self.config.hidden, batch, dtype, self.embedding.device)
+
+    def zero_state(self, batch: int, dtype: torch.dtype = torch.float32) -> list[LayerState]:
+        return self.stack.zero_state(batch, dtype)
+
+    def forward(
+        self,
+        tokens_TB: Tensor,
+        targets_TB: Tensor,
+        states: Sequence[LayerState],
+        masks: Masks | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> tuple[Tensor, Features]:
+        """The loss of a window, and what it was made from: one call, as what divides a model over processes needs."""
+        features = self.features(tokens_TB, states, masks, dtype=dtype)
+        return self.loss(features, targets_TB), features
+
+    def features(
+        self,
+        tokens_TB: Tensor,
+        states: Sequence[LayerState],
+        masks: Masks | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> Features:
+        """The recurrent part; ``dtype`` is what the LSTM computes in."""
+        words_V, input_1BD = (None, None) if masks is None else (masks.words_V, masks.input_1BD)
+        none = [None] * len(self.config.hidden)
+        raw, new_states = self.stack(
+            dropped_embedding(tokens_TB, self.embedding, words_V, input_1BD, dtype),
+            states,
+            hidden_masks=none[1:] if masks is None else masks.hidden_1BH,
+            weight_masks=none if masks is None else masks.weights_4HH,
+        )
+        dropped = raw
+        if masks is not None and masks.output_1BH is not None:
+            dropped = raw * masks.output_1BH.to(raw.dtype)
+        self._latent_mask.mask = None if masks is None else masks.latent_1BKD
+        return Features(raw, dropped, new_states)
+
+    def loss(self, features: Features, targets_TB: Tensor) -> Tensor:
+        """Mean negative log-likelihood of the window, in nats."""
+        return self.output.loss(features.dropped_TBH, targets_TB)
+
+    def log_probs(self, features: Features) -> Tensor:
+        """(T, B, V)"""
+        return self.output.log_probs(features.dropped_TBH)

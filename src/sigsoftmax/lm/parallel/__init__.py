@@ -1,0 +1,1 @@
+"""How one run is divided over processes."""

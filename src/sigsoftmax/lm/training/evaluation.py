@@ -1,0 +1,112 @@
+"""Static evaluation: fixed windows, carried state, no dropout.
+
+Shapes: R rows, B columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.lm.config import Precision
+from sigsoftmax.lm.model.language_model import LanguageModel
+from sigsoftmax.lm.model.recurrent import carry_over
+from sigsoftmax.lm.parallel.alone import Alone
+from sigsoftmax.lm.training.capture import RepeatedCalls
+from sigsoftmax.lm.training.precision import arithmetic, lstm_dtype
+
+__all__ = ["WINDOW", "Evaluation", "Evaluator", "evaluate"]
+
+WINDOW = 70
+"""steps between two looks at the text; the state is carried, so that it changes nothing but rounding"""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The sum of the negative log-likelihoods, in nats, and over how much."""
+
+    total: float
+    scored: int
+    """tokens"""
+    rows: int
+    batch: int
+
+    @property
+    def loss(self) -> float:
+        return self.total / self.scored
+
+    @property
+    def loss_over_rows(self) -> float:
+        """As the published scripts report it: they divide by the rows, one more than are scored."""
+        return self.total / (self.rows * self.batch)
+
+
+class Evaluator:
+    """Evaluates a model on one text, as often as asked; on a GPU by replaying a graph, without waiting for it."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        text_RB: Tensor,
+        *,
+        precision: Precision = "float32",
+        capture: bool = True,
+        parallel: Alone | None = None,
+    ) -> None:
+        if text_RB.shape[0] < 2:
+            raise ValueError(f"a text must have at least 2 rows to be evaluated, got {text_RB.shape[0]}")
+        self._model, self._precision = model, precision
+        device = model.embedding.device
+        self._parallel = Alone(model) if parallel is None else parallel
+        self._shape = text_RB.shape
+        own = self._parallel.evaluated_columns(text_RB.shape[1])
+        self._text_RB, self._counts = text_RB[:, own.columns].to(device), own.counts
+        self._states = model.zero_state(self._text_RB.shape[1], lstm_dtype(precision))
+        self._row = torch.zeros((), dtype=torch.int64, device=device)
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        self._steps = torch.arange(WINDOW + 1, device=device)
+        self._calls = RepeatedCalls(device, capture=capture)
+
+    def launch(self) -> Iterator[None]:
+        """Give the work to the device, window by window; :meth:`result` waits for it."""
+        for tensor in (self._row, self._total, *(t for state in self._states for t in state)):
+            tensor.zero_()
+        last = self._text_RB.shape[0] - 1
+        for start in range(0, last, WINDOW):
+            length = min(WINDOW, last - start)
+            self._calls(length, lambda length=length: self._window(length))  # type: ignore[misc]
+            yield
+
+    def result(self) -> Evaluation:
+        """Of all columns; each process has read its own."""
+        rows, batch = self._shape
+        total = self._parallel.sum(self._total if self._counts else torch.zeros_like(self._total))
+        self._model.stack.recurrence.raise_if_failed()
+        return Evaluation(float(total), (rows - 1) * batch, rows, batch)
+
+    @torch.no_grad()
+    def _window(self, length: int) -> None:
+        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
+        tokens, targets = rows[:-1], rows[1:]
+        with arithmetic(self._precision, self._text_RB.device):
+            loss, features = self._model(tokens, targets, self._states, dtype=lstm_dtype(self._precision))
+        self._total += loss.double() * tokens.numel()
+        carry_over(self._states, features.states)
+        self._row += length
+
+
+def evaluate(model: LanguageModel, text_RB: Tensor, *, precision: Precision = "float32") -> Evaluation:
+    """The loss of a model on a text laid out in columns."""
+    # A graph cannot be captured on the default stream.
+    stream = torch.cuda.Stream(model.embedding.device) if model.embedding.is_cuda else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(model.embedding.device))
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        evaluator = Evaluator(model, text_RB, precision=precision)
+        for _ in evaluator.launch():
+            pass
+        return evaluator.result()

@@ -1,0 +1,163 @@
+"""One update of the weights: a window of text, masks, loss, gradients, step.
+
+What changes from update to update (the row, the carried state, the count, the losses) lives on the device in tensors
+that stay where they are, so that an update of a given length can be captured once and replayed.
+
+Of several processes each has some columns: whole groups, or a part of one. All draw the masks of all groups.
+
+Shapes: R rows, B columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.lm.config import Precision, TrainingConfig
+from sigsoftmax.lm.model.language_model import LanguageModel
+from sigsoftmax.lm.model.recurrent import LayerState, carry_over
+from sigsoftmax.lm.model.regularization import MaskSampler, penalties
+from sigsoftmax.lm.parallel.alone import Alone
+from sigsoftmax.lm.training.capture import RepeatedCalls
+from sigsoftmax.lm.training.optimization import AveragedSgd
+from sigsoftmax.lm.training.precision import arithmetic, lstm_dtype
+
+__all__ = ["Updater"]
+
+SHORTEST_WINDOW = 5
+
+
+class Updater:
+    """Runs updates on one text in columns, group by group.
+
+    ``skip`` is an error flag on the device, one int32, that an update looks at before it changes the weights.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: AveragedSgd,
+        text_RB: Tensor,
+        config: TrainingConfig,
+        *,
+        generator: torch.Generator,
+        precision: Precision = "float32",
+        capture: bool = True,
+        parallel: Alone | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._config, self._precision = model, optimizer, config, precision
+        self._parallel = Alone(model) if parallel is None else parallel
+        self._device, self._skip = model.embedding.device, skip
+        self._group = config.group or config.batch
+        self._columns = self._parallel.columns(config.batch, self._group)
+        self._text_RB, self._generator = text_RB[:, self._columns].to(self._device), generator
+        own = self._columns.stop - self._columns.start
+        self._part = min(own, self._group)
+        """columns of one pass"""
+        self._states = [model.zero_state(self._part, lstm_dtype(precision)) for _ in range(own // self._part)]
+        self._masks = MaskSampler(
+            model.config,
+            words=model.words,
+            batch=self._group,
+            device=self._device,
+            dtype=lstm_dtype(precision),
+        )
+        self._row = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._count = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._losses = torch.zeros(text_RB.shape[0] // SHORTEST_WINDOW + 2, device=self._device)
+        self._steps = torch.arange(text_RB.shape[0], device=self._device)
+        self._calls = RepeatedCalls(self._device, generator, capture=capture)
+        self._mode = optimizer.mode
+
+    @property
+    def columns_at_once(self) -> int:
+        """Columns of one pass of the model."""
+        return self._part
+
+    def begin_epoch(self) -> None:
+        """At the first row, with zero state."""
+        for tensor in (*self._numbers().values(), *(t for states in self._states for state in states for t in state)):
+            tensor.zero_()
+
+    def run(self, *, drawn: int, length: int) -> None:
+        """One update on ``length`` rows; ``drawn`` is the length that was drawn, which the last window cuts short."""
+        if self._optimizer.mode != self._mode:
+            self._calls.forget()
+            self._mode = self._optimizer.mode
+        self._calls((drawn, length), lambda: self._update(drawn, length))
+
+    def losses(self, first: int, end: int) -> list[float]:
+        """Of updates ``first`` to ``end`` of the epoch; waits for them."""
+        losses: list[float] = self._losses[first:end].tolist()
+        return losses
+
+    def _update(self, drawn: int, length: int) -> None:
+        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
+        tokens, targets = rows[:-1], rows[1:]
+        share = 1.0 / len(self._states)
+        losses: list[Tensor] = []
+        for group in range(self._config.batch // self._group):
+            masks = self._masks.draw(self._generator)
+            # Of the group's first column among the own ones.
+            place = group * self._group - self._columns.start
+            part = max(place, 0) // self._part
+            if place <= -self._group or part >= len(self._states):
+                continue
+            if self._part < self._group:
+                masks = masks.of_columns(slice(-place, self._part - place))
+            columns, states = slice(part * self._part, (part + 1) * self._part), self._states[part]
+            is_last = part + 1 == len(self._states)
+            with arithmetic(self._precision, self._device), self._parallel.training_pass(is_last=is_last):
+                loss, features = self._parallel.forward(
+                    tokens[:, columns], targets[:, columns], states, masks, dtype=lstm_dtype(self._precision)
+                )
+                penalty = penalties(
+                    features.raw_TBH,
+                    features.dropped_TBH,
+                    activation=self._config.activation,
+                    temporal_activation=self._config.temporal_activation,
+                )
+                self._parallel.add_gradients(_times(loss + penalty, share))
+            losses.append(_times(loss.detach(), share))
+            carry_over(states, features.states)
+        self._optimizer.update(
+            self._parallel.take_gradients(),
+            self._config.learning_rate * drawn / self._config.bptt,
+            skip=self._skip,
+        )
+        mean_loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+        self._losses.index_copy_(0, self._count, self._parallel.mean(mean_loss).reshape(1))
+        self._count += 1
+        self._row += drawn
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return {"row": self._row, "count": self._count, "losses": self._losses}
+
+    def state(self) -> dict[str, Tensor]:
+        """Where in the epoch the run stands, of all columns, and its random numbers."""
+        tensors = self._numbers() | {"generator": self._generator.get_state()}
+        for layer in range(len(self._states[0])):
+            for kind in LayerState._fields:
+                own_1BH = torch.cat([getattr(states[layer], kind) for states in self._states], dim=1)
+                for group, tensor in enumerate(self._parallel.every_column(own_1BH).split(self._group, dim=1)):
+                    tensors[f"{kind}.{group}.{layer}"] = tensor
+        return tensors
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        for name, number in self._numbers().items():
+            number.copy_(state[name])
+        for layer in range(len(self._states[0])):
+            for kind in LayerState._fields:
+                groups = range(self._config.batch // self._group)
+                every_1BH = torch.cat([state[f"{kind}.{group}.{layer}"] for group in groups], dim=1)
+                own = every_1BH[:, self._columns].split(self._part, dim=1)
+                for states, tensor in zip(self._states, own, strict=True):
+                    getattr(states[layer], kind).copy_(tensor)
+        self._generator.set_state(state["generator"].cpu())
+
+
+def _times(loss: Tensor, share: float) -> Tensor:
+    return loss if share == 1.0 else loss * share

@@ -1,0 +1,157 @@
+"""What can be audited: how it is told apart, opened and refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from sigsoftmax.experiments.audit.audited_models import kind_of, open_arrays, open_matrix, read_text, sample_rows
+from sigsoftmax.lm.training import checkpoints
+
+GENERATOR = np.random.default_rng(0)
+H, W, B = (GENERATOR.standard_normal(shape).astype("f4") for shape in ((30, 4), (20, 4), (20,)))
+MEMORY = 1 << 28
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def test_kinds(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "run").mkdir()
+    checkpoints.save(tmp_path / "best.safetensors", {"w": torch.zeros(2)}, {})
+    named = {
+        "x/p.npy": "matrix",
+        "x/a.npz": "arrays",
+        "x/a.safetensors": "arrays",
+        str(tmp_path / "best.safetensors"): "checkpoint",
+        str(tmp_path / "hf"): "huggingface",
+        str(tmp_path / "run"): "checkpoint",
+        "gpt2": "huggingface",
+        "org/model-1.5": "huggingface",
+    }
+    assert {name: kind_of(name) for name in named} == named
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "a/b/c", "~/model"])
+def test_nothing_there(name):
+    with pytest.raises(ValueError, match=r"nothing to audit at .*expected a folder with a Hugging Face model"):
+        kind_of(name)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_arrays(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "npz":
+        np.savez(path, H=H, W=W, b=B)
+    else:
+        safetensors = pytest.importorskip("safetensors.numpy")
+        safetensors.save_file({"H": H, "W": W, "b": B}, path)
+    source = open_arrays(str(path), memory=MEMORY)
+    assert (source.words, source.available, source.dtype) == (20, 30, "float32")
+    assert "assumed" in source.how_known
+    contexts = source.contexts(10, quiet)
+    assert len(contexts) == 10
+    expected = torch.log_softmax(torch.from_numpy(H @ W.T + B).double(), -1)[sample_rows(30, 10, 0)]
+    torch.testing.assert_close(source.layer.log_probs(contexts), expected, rtol=0, atol=1e-5)
+
+
+def test_the_function_of_arrays_is_stated(tmp_path):
+    np.savez(tmp_path / "a.npz", h=H, w=W, next=np.arange(30) % 20)
+    source = open_arrays(str(tmp_path / "a.npz"), function="sigsoftmax", memory=MEMORY)
+    assert str(source.layer.function) == "sigsoftmax"
+    assert source.how_known == "stated"
+    assert source.contexts(30, quiet).next_words_N.tolist() == [i % 20 for i in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"H": H[:, :3], "W": W}, r"a.npz: H has 3 columns, but W has 4 \(H is \(30, 3\), W is \(20, 4\)\)"),
+        ({"H": H, "W": W.T.copy()}, r"W looks transposed"),
+        ({"H": H, "W": W, "b": B[:3]}, r"one number for each of the 20 rows of W, got torch.float32 of shape \(3,\)"),
+        ({"H": H, "W": np.full_like(W, np.nan)}, r"output matrix W must be finite, but holds nan at \(0, 0\)"),
+        ({"H": H[None], "W": W}, r"must be a matrix \(contexts, width\), got shape \(1, 30, 4\)"),
+        ({"H": H.astype("i8"), "W": W}, r"H must hold floating-point numbers, got torch.int64"),
+        ({"H": H, "W": W, "next": B}, r"next must hold the numbers of words"),
+        ({"H": H, "W": W, "next": np.full(30, 20)}, r"next words must be between 0 and 19"),
+        (
+            {"X": H},
+            r"expected arrays named H .* got X\. A part of a Hugging Face model is audited by naming its folder",
+        ),
+        ({}, r"got none"),
+    ],
+)
+def test_arrays_that_make_no_sense(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        open_arrays(str(tmp_path / "a.npz"), memory=MEMORY)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_truncated_arrays(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "npz":
+        np.savez(path, H=H, W=W)
+    else:
+        pytest.importorskip("safetensors.numpy").save_file({"H": H, "W": W}, path)
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(ValueError, match=r"cannot be read, it may be truncated"):
+        open_arrays(str(path), memory=MEMORY)
+
+
+def test_arrays_that_are_not_there_or_too_large(tmp_path):
+    with pytest.raises(ValueError, match=r"no file at .*a.npz"):
+        open_arrays(str(tmp_path / "a.npz"), memory=MEMORY)
+    np.savez(tmp_path / "a.npz", H=H, W=W)
+    with pytest.raises(ValueError, match=r"raise --memory"):
+        open_arrays(str(tmp_path / "a.npz"), memory=1000)
+
+
+def test_a_matrix(tmp_path):
+    log_p = torch.log_softmax(torch.from_numpy(H @ W.T), -1)
+    np.save(tmp_path / "p.npy", log_p.numpy())
+    source = open_matrix(str(tmp_path / "p.npy"))
+    assert (source.words, source.available, source.dtype, source.layer) == (20, 30, "float32", None)
+    found = source.log_probs(12, quiet)
+    torch.testing.assert_close(found, log_p[sample_rows(30, 12, 0)].double(), rtol=0, atol=1e-5)
+
+
+def test_what_is_left_of_a_truncated_matrix(tmp_path):
+    path = tmp_path / "p.npy"
+    np.save(path, np.full((30, 20), np.log(0.05)))
+    path.write_bytes(path.read_bytes()[: -5 * 20 * 8])
+    source = open_matrix(str(path))
+    assert source.available == 25
+    assert "25 whole contexts are kept" in source.notes[0]
+
+
+@pytest.mark.parametrize("as_probabilities", [False, True])
+def test_entries_that_were_rounded_before_they_were_stored_are_recognised(tmp_path, as_probabilities):
+    log_p = torch.log_softmax(torch.from_numpy(H @ W.T), -1)
+    for narrow in (torch.bfloat16, torch.float16, torch.float32):
+        stored = (log_p.exp() if as_probabilities else log_p).to(narrow)
+        np.save(tmp_path / "p.npy", stored.double().numpy())
+        source = open_matrix(str(tmp_path / "p.npy"))
+        source.log_probs(30, quiet)
+        assert source.precision() == narrow
+
+
+def test_a_text_in_another_encoding(tmp_path):
+    (tmp_path / "t.txt").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"t.txt is no text in UTF-8: byte 2 is 0xef"):
+        read_text(tmp_path / "t.txt")
+
+
+def test_arrays_of_objects(tmp_path):
+    np.savez(tmp_path / "a.npz", H=np.array([None, 1], dtype=object), W=W)
+    with pytest.raises(ValueError, match="holds arrays of Python objects; store arrays of numbers"):
+        open_arrays(str(tmp_path / "a.npz"), memory=MEMORY)
+
+
+def test_samples_are_sorted_distinct_and_the_same_for_files_of_equal_length():
+    rows = sample_rows(100, 30, 5)
+    assert torch.equal(rows, rows.unique())
+    assert torch.equal(rows, sample_rows(100, 30, 5))
+    assert sample_rows(10, 30, 5).tolist() == list(range(10))
