@@ -49,15 +49,14 @@ KNOWN: dict[str, set[str]] = {
     "reduction": PUBLIC | ARITHMETIC | LAUNCHES | {"backends/chunked/loss.py"},
     "weight_gradient": PUBLIC
     | LAUNCHES
-    | {"backends/chunked/providers.py", "backends/chunked/vocabulary_blocks.py", "backends/chunked/loss.py"},
+    | {"backends/chunked/path.py", "backends/chunked/providers.py", "backends/chunked/vocabulary_blocks.py"},
     "chunk_bytes": PUBLIC
     | LAUNCHES
     | {
         "contract/problem.py",
         "losses/log_probs_op.py",
+        "backends/chunked/path.py",
         "backends/chunked/providers.py",
-        "backends/chunked/loss.py",
-        "backends/chunked/log_probs.py",
     },
 }
 

@@ -30,6 +30,31 @@ def times(
     return list(gradients)
 
 
+def joined(gradients: Sequence[Tensor | None], arguments: Sequence[Tensor], numbers: Tensor) -> Tensor:
+    """Gradients of all arguments in one vector like ``numbers``, 0 where one is not wanted; empty where none is."""
+    if all(gradient is None for gradient in gradients):
+        return torch.empty_like(numbers)
+    return torch.cat(
+        [
+            numbers.new_zeros(t.numel()) if g is None else g.flatten().to(numbers.device, numbers.dtype)
+            for g, t in zip(gradients, arguments, strict=True)
+        ]
+    )
+
+
+def split(
+    dense: Sequence[Tensor | None], joined_arguments: Tensor, arguments: Sequence[Tensor], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """From the results of an op to one gradient for each operand that may want one; the last of them were joined."""
+    pieces: Sequence[Tensor | None] = [None] * len(arguments)
+    if any(wanted[len(dense) :]):
+        pieces = [
+            piece.view(a.shape).to(a.device, a.dtype)
+            for piece, a in zip(torch.split(joined_arguments, [a.numel() for a in arguments]), arguments, strict=True)
+        ]
+    return [g if want else None for g, want in zip((*dense, *pieces), wanted, strict=True)]
+
+
 def nothing_for(options: Sequence[object]) -> list[list[Tensor] | None]:
     """What an op's backward returns for arguments without a gradient; torch takes an empty list for one of tensors."""
     return [[] if isinstance(option, list) and not option else None for option in options]

@@ -12,7 +12,7 @@ from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import dtypes_of
 from sigsoftmax.contract.signature import signature_inside_op, signature_of
 from sigsoftmax.contract.spec import LogProbsSpec
-from sigsoftmax.losses.gradients import is_traced, not_differentiable_again, nothing_for
+from sigsoftmax.losses.gradients import is_traced, joined, not_differentiable_again, nothing_for, split
 from sigsoftmax.losses.lowering import REFERENCE, Lowered, lower, plain_log_probs
 from sigsoftmax.losses.packing import pack_log_probs, traced_signature, unpack_log_probs
 from sigsoftmax.losses.validation import log_probs_problem
@@ -137,29 +137,15 @@ def _compute_backward_op(by_log_p: Tensor, *packed: Any) -> tuple[Tensor, ...]:
     lowered, operands = _lowered(*packed)
     gradients = lowered.path.gradients(operands, by_log_p)
     dense, by_arguments = gradients[:4], gradients[5:]
-    joined = by_log_p.new_empty(0, dtype=torch.float64)
-    if any(g is not None for g in by_arguments):
-        arguments = (*operands.arguments, *operands.prior_arguments)
-        joined = torch.cat(
-            [
-                joined.new_zeros(a.numel()) if g is None else g.flatten().to(joined)
-                for g, a in zip(by_arguments, arguments, strict=True)
-            ]
-        )
-    return (*(by_log_p.new_empty(0) if g is None else g for g in dense), joined)
+    arguments = (*operands.arguments, *operands.prior_arguments)
+    of_arguments = joined(by_arguments, arguments, by_log_p.new_empty(0, dtype=torch.float64))
+    return (*(by_log_p.new_empty(0) if g is None else g for g in dense), of_arguments)
 
 
 def _split(results: Sequence[Tensor], operands: Operands, wanted: Sequence[bool]) -> list[Optional[Tensor]]:
     """One gradient for each operand that may want one, None for the token weights, which there are none of."""
-    *dense, joined = results
-    arguments = (*operands.arguments, *operands.prior_arguments)
-    pieces: Sequence[Optional[Tensor]] = [None] * len(arguments)
-    if any(wanted[5:]):
-        pieces = [
-            piece.view(a.shape).to(a.device, a.dtype)
-            for piece, a in zip(torch.split(joined, [a.numel() for a in arguments]), arguments, strict=True)
-        ]
-    return [g if want else None for g, want in zip((*dense, None, *pieces), wanted, strict=True)]
+    *dense, of_arguments = results
+    return split((*dense, None), of_arguments, (*operands.arguments, *operands.prior_arguments), wanted)
 
 
 _op = torch.library.custom_op(

@@ -20,7 +20,7 @@ from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.signature import signature_inside_op, signature_of
 from sigsoftmax.contract.spec import EXTRAS, LossSpec
 from sigsoftmax.contract.tokens import entropy
-from sigsoftmax.losses.gradients import is_traced, not_differentiable_again, nothing_for, times
+from sigsoftmax.losses.gradients import is_traced, joined, not_differentiable_again, nothing_for, split, times
 from sigsoftmax.losses.lowering import REFERENCE, Lowered, lower, plain_loss
 from sigsoftmax.losses.packing import LOSS_FIELDS, pack_loss, traced_signature, unpack_loss
 from sigsoftmax.losses.validation import loss_problem
@@ -154,19 +154,7 @@ def _compute_op(input: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         present(results.argmax_N, torch.int64),
         present(results.entropy_N),
         *map(present, dense),
-        _joined(by_arguments, (*operands.arguments, *operands.prior_arguments), numbers),
-    )
-
-
-def _joined(gradients: Sequence[Optional[Tensor]], of: Sequence[Tensor], numbers: Tensor) -> Tensor:
-    """Gradients of all arguments in one vector, 0 where not wanted; empty where none is."""
-    if all(gradient is None for gradient in gradients):
-        return torch.empty_like(numbers)
-    return torch.cat(
-        [
-            numbers.new_zeros(t.numel()) if g is None else g.flatten().to(numbers.device, numbers.dtype)
-            for g, t in zip(gradients, of, strict=True)
-        ]
+        joined(by_arguments, (*operands.arguments, *operands.prior_arguments), numbers),
     )
 
 
@@ -260,28 +248,16 @@ def _op_backward(ctx: Any, by_loss: Optional[Tensor], *_: Any) -> tuple[Any, ...
     elif ctx.is_none:
         inputs = (*saved[:7], list(saved[7 : 7 + count]), list(saved[7 + count :]), by_loss, *ctx.options)
         results = _loss_op(*inputs) if is_traced(by_loss) else _compute_op(*inputs)
-        gradients = _split(results[5:], arguments, ctx.wanted)
+        gradients = split(results[5:-1], results[-1], arguments, ctx.wanted)
         gradients = not_differentiable_again(gradients, (by_loss, *saved))
     else:
         losses, *stored = saved[:7]
         kept = [t.detach() if t.requires_grad else t for t in stored]
         scaled = [gradient * by_loss.to(gradient.dtype) for gradient in kept]
-        gradients = not_differentiable_again(_split(scaled, arguments, ctx.wanted), (by_loss, losses))
+        gradients = not_differentiable_again(split(scaled[:-1], scaled[-1], arguments, ctx.wanted), (by_loss, losses))
     by_input, by_weight, by_bias, by_prior, by_token_weights, *by_arguments = gradients
     dense = (by_input, by_weight, by_bias, by_prior, None, None, by_token_weights)
     return (*dense, by_arguments[:count], by_arguments[count:], None, *nothing_for(ctx.options))
-
-
-def _split(results: Sequence[Tensor], arguments: Sequence[Tensor], wanted: Sequence[bool]) -> list[Optional[Tensor]]:
-    """From the op's results, of which the last joins those of all arguments, to one gradient for each operand."""
-    *dense, joined = results
-    pieces: Sequence[Optional[Tensor]] = [None] * len(arguments)
-    if any(wanted[5:]):
-        pieces = [
-            piece.view(a.shape).to(a.device, a.dtype)
-            for piece, a in zip(torch.split(joined, [a.numel() for a in arguments]), arguments, strict=True)
-        ]
-    return [g if want else None for g, want in zip((*dense, *pieces), wanted, strict=True)]
 
 
 _loss_op.register_autograd(_op_backward, setup_context=_op_context)
@@ -305,4 +281,5 @@ def _traced_gradients(problem: Problem[LossSpec], operands: Operands, by_losses:
     backend = problem.spec.backend or problem.signature.backend_variable
     packed = pack_loss(problem.spec, operands, by_losses, problem.wanted, problem.signature.autocast, backend)
     arguments = (*operands.arguments, *operands.prior_arguments)
-    return _split(_loss_op(*packed)[5:], arguments, problem.wanted.flat)
+    *dense, of_arguments = _loss_op(*packed)[5:]
+    return split(dense, of_arguments, arguments, problem.wanted.flat)

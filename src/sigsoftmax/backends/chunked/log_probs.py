@@ -11,25 +11,24 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends.chunked.form_rows import FormRows
-from sigsoftmax.backends.chunked.loss import ChunkedLoss, Prior, describe_logits, shaped
 from sigsoftmax.backends.chunked.mixture import MixtureBlock
-from sigsoftmax.backends.chunked.providers import GivenLogits, LinearLogits, Source
-from sigsoftmax.contract import normalizing
+from sigsoftmax.backends.chunked.path import ChunkedPath, gradients_of_tensors, shaped
+from sigsoftmax.backends.chunked.providers import LinearLogits, Source
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Problem
 from sigsoftmax.contract.spec import LogProbsSpec
 
 
-class ChunkedLogProbs:
+class ChunkedLogProbs(ChunkedPath[LogProbsSpec]):
     """Log-probabilities by torch operations on blocks of rows, on any device."""
 
     def __init__(self, problem: Problem[LogProbsSpec]) -> None:
-        self.problem = problem
-        self.description = f"{describe_logits(problem)}, rows in blocks by torch operations"
+        super().__init__(problem, "rows in blocks by torch operations")
 
     def compute(self, operands: Operands) -> Tensor:
-        source, _ = self._source(operands, wants_gradient=False)
-        routines, prior = self._routines(operands, source, wants_gradient=False), self._prior(operands)
+        source, _ = self.source(operands, wants_rows=False)
+        routines = self._routines(operands, source, wants_gradient=False)
+        prior = None if self.problem.spec.prior is None else self.prior(operands)
         log_prior_NK = None if prior is None else prior.log_prior()
         out_NV = source.logits_like.new_empty(source.num_tokens, source.num_classes)
         for span, _, logits_RV in source.blocks(routines.max_rows, backpropagate=False):
@@ -41,8 +40,9 @@ class ChunkedLogProbs:
 
     def gradients(self, operands: Operands, by_log_p_NV: Tensor) -> Sequence[Tensor | None]:
         wanted, spec = self.problem.wanted, self.problem.spec
-        source, by_logits_NV = self._source(operands, wants_gradient=True)
-        routines, prior = self._routines(operands, source, wants_gradient=True), self._prior(operands)
+        source, by_logits_NV = self.source(operands, wants_rows=True)
+        routines = self._routines(operands, source, wants_gradient=True)
+        prior = None if self.problem.spec.prior is None else self.prior(operands)
         log_prior_NK = by_log_prior_NK = None
         if prior is not None:
             log_prior_NK = prior.log_prior()
@@ -63,51 +63,19 @@ class ChunkedLogProbs:
         by_prior_NK = None
         if prior is not None and log_prior_NK is not None and by_log_prior_NK is not None:
             by_prior_NK = prior.gradient(log_prior_NK, by_log_prior_NK)
-        of_tensors = ChunkedLoss.gradients_of_tensors
         gradients = (
             *by_product,
             by_prior_NK,
             None,
-            *of_tensors(spec.member, routines.argument_gradients()),
-            *of_tensors(spec.prior, [] if prior is None else prior.argument_gradients()),
+            *gradients_of_tensors(spec.member, routines.argument_gradients()),
+            *gradients_of_tensors(spec.prior, [] if prior is None else prior.argument_gradients()),
         )
         return shaped(gradients, operands, wanted.flat)
-
-    def _source(self, operands: Operands, *, wants_gradient: bool) -> tuple[Source, Tensor | None]:
-        problem, wanted = self.problem, self.problem.wanted
-        hidden_NKd = problem.hidden(operands)
-        if operands.weight is None:
-            logits_NV = hidden_NKd.squeeze(1)
-            by_logits_NV = logits_NV.new_empty(logits_NV.shape) if wants_gradient else None
-            return GivenLogits(logits_NV, by_logits_NV), by_logits_NV
-        dtype = gradient_dtype = problem.product_dtype
-        if wants_gradient:
-            arguments = problem.spec.member.arguments(operands.arguments)
-            gradient_dtype = normalizing.gradient_dtype(problem.spec.member, arguments, dtype)
-        source = LinearLogits(
-            hidden_NKd,
-            operands.weight,
-            operands.bias,
-            dtype,
-            problem.chunk_bytes,
-            needs_hidden=wants_gradient and wanted.input,
-            needs_weight=wants_gradient and wanted.weight,
-            needs_bias=wants_gradient and wanted.bias,
-            gradient_dtype=gradient_dtype,
-        )
-        return source, None
 
     def _routines(self, operands: Operands, source: Source, *, wants_gradient: bool) -> FormRows:
         member = self.problem.spec.member
         needs_arguments = wants_gradient and any(self.problem.wanted.arguments)
         return FormRows(member.form, member.arguments(operands.arguments), source.logits_like, needs_arguments)
-
-    def _prior(self, operands: Operands) -> Prior | None:
-        spec = self.problem.spec.prior
-        if spec is None:
-            return None
-        logits_NK = self.problem.prior_logits(operands).detach()
-        return Prior(spec, logits_NK, operands.prior_arguments, any(self.problem.wanted.prior_arguments))
 
     def _mixture(self, routines: FormRows, logits_RV: Tensor, log_prior_nK: Tensor) -> MixtureBlock:
         return MixtureBlock(routines, logits_RV, log_prior_nK.to(routines.dtype), self.problem.spec.floor)

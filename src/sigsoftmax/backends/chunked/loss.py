@@ -11,16 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.chunked import hugepages
-from sigsoftmax.backends.chunked.form_rows import FormRows
 from sigsoftmax.backends.chunked.loop import LossLoop, Rows, TokenLosses
-from sigsoftmax.backends.chunked.providers import GivenLogits, LinearLogits, Source, plan_of
+from sigsoftmax.backends.chunked.path import ChunkedPath, gradients_of_tensors, shaped
+from sigsoftmax.backends.chunked.providers import LinearLogits, Source
 from sigsoftmax.backends.chunked.sharded_loop import ShardedLossLoop
-from sigsoftmax.contract import normalizing, value_checks
+from sigsoftmax.contract import value_checks
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import MIB, LossResults, Problem
+from sigsoftmax.contract.problem import LossResults, Problem
 from sigsoftmax.contract.rows import RowRoutines
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, MemberSpec
+from sigsoftmax.contract.spec import LossSpec
 from sigsoftmax.contract.tokens import TokenBatch, scaled, token_scales, token_weight_gradient
 from sigsoftmax.family.formulas import Form
 
@@ -37,36 +36,12 @@ class Computed(NamedTuple):
     """of the form, summed over all rows, whether fixed numbers or tensors; empty where not wanted"""
 
 
-class Prior:
-    """The log-probabilities of a mixture's components, and their gradient. K is small, so plain torch does."""
-
-    def __init__(self, spec: MemberSpec, logits_NK: Tensor, tensors: Sequence[Tensor], needs_arguments: bool) -> None:
-        self.spec, self.logits_NK = spec, logits_NK
-        self.routines = FormRows(spec.form, spec.arguments(tensors), logits_NK, needs_arguments)
-
-    def log_prior(self) -> Tensor:
-        return self.routines.rows(self.logits_NK).log_probs
-
-    def gradient(self, log_prior_NK: Tensor, by_log_prior_NK: Tensor) -> Tensor:
-        """The gradient of the logits; those of the arguments are summed by the routines."""
-        by_phi_NK = by_log_prior_NK - log_prior_NK.exp() * by_log_prior_NK.sum(-1, keepdim=True)
-        by_logits_NK = torch.empty_like(self.logits_NK, memory_format=torch.contiguous_format)
-        self.routines.backpropagate(self.logits_NK, by_phi_NK, by_logits_NK)
-        return by_logits_NK
-
-    def argument_gradients(self) -> list[Tensor]:
-        return self.routines.argument_gradients()
-
-
-class ChunkedLoss:
+class ChunkedLoss(ChunkedPath[LossSpec]):
     """A loss computed by a loop over chunks. Backends with ways of their own override :meth:`run`."""
 
-    linear_logits: type[LinearLogits] = LinearLogits
-    """the products of hidden vectors and the output matrix"""
-
     def __init__(self, problem: Problem[LossSpec], make_routines: MakeRoutines, rows_description: str) -> None:
-        self.problem, self.make_routines = problem, make_routines
-        self.description = f"{describe_logits(problem)}, {rows_description}"
+        super().__init__(problem, rows_description)
+        self.make_routines = make_routines
 
     def compute(self, operands: Operands, by_losses: Tensor | None = None) -> LossResults:
         problem, spec, wanted = self.problem, self.problem.spec, self.problem.wanted
@@ -113,8 +88,8 @@ class ChunkedLoss:
             *by_product,
             by_prior,
             by_weights,
-            *self.gradients_of_tensors(spec.member, computed.by_arguments if wants_rows else ()),
-            *self.gradients_of_tensors(spec.prior, by_prior_arguments),
+            *gradients_of_tensors(spec.member, computed.by_arguments if wants_rows else ()),
+            *gradients_of_tensors(spec.prior, by_prior_arguments),
         )
         return LossResults(
             loss.to(problem.dtype),
@@ -124,37 +99,6 @@ class ChunkedLoss:
             computed.tokens.entropy_N,
             shaped(gradients, operands, wanted.flat),
         )
-
-    def prior(self, operands: Operands) -> Prior:
-        spec = self.problem.spec.prior
-        assert spec is not None
-        logits_NK = self.problem.prior_logits(operands).detach()
-        return Prior(spec, logits_NK, operands.prior_arguments, any(self.problem.wanted.prior_arguments))
-
-    def source(self, operands: Operands, wants_rows: bool) -> tuple[Source, Tensor | None]:
-        """Where logits come from, and the gradient of the input where these are given."""
-        problem, wanted = self.problem, self.problem.wanted
-        hidden_NKd = problem.hidden(operands)
-        if operands.weight is None:
-            logits_NV, by_logits_NV = hidden_NKd.squeeze(1), None
-            if wants_rows:
-                by_logits_NV = hugepages.advise(torch.empty_like(logits_NV, memory_format=torch.contiguous_format))
-            return GivenLogits(logits_NV, by_logits_NV), by_logits_NV
-        arguments = problem.spec.member.arguments(operands.arguments)
-        source = self.linear_logits(
-            hidden_NKd,
-            operands.weight,
-            operands.bias,
-            problem.product_dtype,
-            problem.chunk_bytes,
-            needs_hidden=wants_rows and wanted.input,
-            needs_weight=wants_rows and wanted.weight,
-            needs_bias=wants_rows and wanted.bias,
-            weight_gradient=problem.spec.weight_gradient,
-            budget_classes=None if operands.shard is None else operands.shard.largest,
-            gradient_dtype=normalizing.gradient_dtype(problem.spec.member, arguments, problem.product_dtype),
-        )
-        return source, None
 
     def rows(self, operands: Operands, wants_rows: bool) -> Rows:
         member = self.problem.spec.member
@@ -187,36 +131,3 @@ class ChunkedLoss:
             return
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
-
-    @staticmethod
-    def gradients_of_tensors(member: MemberSpec | None, by_arguments: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of those arguments that are tensors."""
-        if member is None:
-            return []
-        if not by_arguments:
-            return [None for value in member.values if not isinstance(value, float)]
-        return [by for by, value in zip(by_arguments, member.values, strict=True) if not isinstance(value, float)]
-
-
-def shaped(gradients: Sequence[Tensor | None], operands: Operands, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Gradients in the shapes, dtypes and places of their operands; None where not wanted."""
-    return tuple(
-        None if by is None or not want else by.view(of.shape).to(of.device, of.dtype)
-        for by, of, want in zip(gradients, operands.differentiable, wanted, strict=True)
-    )
-
-
-def describe_logits(problem: Problem[LossSpec] | Problem[LogProbsSpec]) -> str:
-    """Where the logits of a call come from, how they are cut, and how the gradient of a weight is summed."""
-    operation = "loss" if isinstance(problem.spec, LossSpec) else "log-probabilities"
-    if not problem.has_weight:
-        return f"{operation} of given logits"
-    kind = "linear" if problem.spec.prior is None else f"mixture ({problem.components} components)"
-    cut, weight_gradient = plan_of(problem)
-    row_bytes = cut.row_elements * problem.product_dtype.itemsize * problem.components
-    size = min(cut.tokens, problem.num_tokens) * row_bytes / MIB
-    chunks = f"{cut.chunks:,} chunk{'s' if cut.chunks != 1 else ''} of {cut.tokens:,} tokens ({size:,.1f} MiB)"
-    parts = [f"{kind} {operation}", chunks]
-    if isinstance(problem.spec, LossSpec) and problem.wanted.weight:
-        parts.append(f"weight gradient {weight_gradient}")
-    return ", ".join(parts)

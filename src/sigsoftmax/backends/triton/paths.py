@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.chunked.loss import ChunkedLoss, Prior
+from sigsoftmax.backends.chunked.loss import ChunkedLoss
+from sigsoftmax.backends.chunked.path import Prior
 from sigsoftmax.backends.chunked.providers import LinearLogits
 from sigsoftmax.backends.triton import columns, priors, rows, scaling
 from sigsoftmax.contract.operands import Operands

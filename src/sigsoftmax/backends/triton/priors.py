@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sigsoftmax.backends.chunked.loss import Prior
+from sigsoftmax.backends.chunked.path import Prior
 from sigsoftmax.backends.triton.kernels import forms
 from sigsoftmax.backends.triton.kernels.priors import log_prior_kernel
 from sigsoftmax.backends.triton.launches import launch
