@@ -17,11 +17,11 @@ import torch
 from write_docs import NO_RECORDS, markdown_table
 
 from sigsoftmax import records
-from sigsoftmax.analysis.capacity import softmax_width_of_equal_kl
-from sigsoftmax.analysis.entry_checks import EntryChecks
-from sigsoftmax.analysis.spectrum import Matrix
-from sigsoftmax.records.capacity import CapacityResult
-from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
+from sigsoftmax.analysis.spectrum.entry_checks import EntryChecks
+from sigsoftmax.analysis.spectrum.singular_values import Matrix
+from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.records.schemas.spectra import Spectrum
 
 RANKS_AT = 8
 """the width whose fits are shown with their ranks"""

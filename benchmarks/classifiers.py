@@ -29,7 +29,7 @@ import torch
 from measuring import RECORDS, environment
 
 from sigsoftmax import records
-from sigsoftmax.records.classifiers import Attempt, ClassifierResult
+from sigsoftmax.records.schemas.classifiers import Attempt, ClassifierResult
 
 sys.path.append(str(Path(__file__).parents[1]))
 from examples.digits_classifier import CLASSES, EPOCHS, Classifier, Fit, digits, fitted, scores

@@ -24,8 +24,8 @@ from classifiers import HEADS, SWEPT, WIDTH, WIDTHS
 from examples.digits_classifier import CLASSES, Classifier, digits, fitted
 from write_docs import NO_RECORDS, PART
 
-from sigsoftmax.records.classifiers import ClassifierResult, ConfidenceBin
-from sigsoftmax.report.statistics import LEAST_SEEDS, Sample, student_quantile
+from sigsoftmax.records.schemas.classifiers import ClassifierResult, ConfidenceBin
+from sigsoftmax.records.statistics import LEAST_SEEDS, Sample, student_quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

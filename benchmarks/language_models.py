@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.matrix_sources import from_blocks
-from sigsoftmax.analysis.streaming import SpectrumOptions, streamed_spectrum
+from sigsoftmax.analysis.spectrum.matrix_readers import from_blocks
+from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
 from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.dynamic.evaluation import GradientStatistics, adapt
 from sigsoftmax.lm.dynamic.rates import Rates
@@ -32,8 +32,8 @@ from sigsoftmax.lm.training.precision import arithmetic
 from sigsoftmax.lm.training.saved_models import load_model
 from sigsoftmax.lm.training.trainer import Progress, Trainer, run_together
 from sigsoftmax.records import Environment, Payload, Record, append
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.training import EvaluationRecord
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.training import EvaluationRecord
 
 RUNS = Path("runs/gate")
 SEEDS = (141, 142, 143)

@@ -25,7 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sigsoftmax.records import Environment, targets
-from sigsoftmax.records.speed import Measurement
+from sigsoftmax.records.schemas.speed import Measurement
 
 # The profiler reports each start and stop on stderr otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

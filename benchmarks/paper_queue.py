@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from sigsoftmax.records import Record, read
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
 
 MINUTES = 27.0
 SINGLE_EPOCHS, FINETUNING_EPOCHS = 440, 120

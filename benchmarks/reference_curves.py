@@ -6,8 +6,8 @@
 The checkout is a clone of the reference's repository at the commit named below; --data is a folder with train.txt,
 valid.txt and test.txt of Penn Treebank. The reference's own main.py is run in a copy of the checkout, in IEEE float32
 (no TF32), with the changes named in CHANGES, which it needs to run with a present torch. The record takes the place of
-the one for the same head in src/sigsoftmax/records/reference_curves.jsonl, or goes to --out. On an H200 the 22 epochs
-of awd-lstm take about five minutes and the 12 epochs of mos as long.
+the one for the same head in src/sigsoftmax/records/published/reference_curves.jsonl, or goes to --out. On an H200
+the 22 epochs of awd-lstm take about five minutes and the 12 epochs of mos as long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from measuring import environment
 
 from sigsoftmax import records
-from sigsoftmax.records.references import PATH, ReferenceCurve
+from sigsoftmax.records.published.references import PATH, ReferenceCurve
 
 CHANGES = (
     "torch.load with weights_only=False; TF32 off in products and in cuDNN; no garbage collection after each batch, "

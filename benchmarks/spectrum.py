@@ -28,12 +28,12 @@ from measuring import MIB, RECORDS, Measurement, environment
 from torch import Tensor
 
 from sigsoftmax import records
-from sigsoftmax.analysis.certificates import rank_bounds
-from sigsoftmax.analysis.head_sources import OutputHead
-from sigsoftmax.analysis.spectrum import describe
-from sigsoftmax.analysis.streaming import Method, SpectrumOptions, SpectrumStream, streamed_spectrum
+from sigsoftmax.analysis.log_outputs import OutputHead
+from sigsoftmax.analysis.spectrum.rank_bounds import rank_bounds
+from sigsoftmax.analysis.spectrum.singular_values import describe
+from sigsoftmax.analysis.spectrum.streaming import Method, SpectrumOptions, SpectrumStream, streamed_spectrum
 from sigsoftmax.records import Payload
-from sigsoftmax.records.spectra import RankBounds, Spectrum
+from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,13 @@ from typing import Literal
 from paper_queue import QUEUE
 from whole_runs import HEADS, NOT_RUN, WholeRuns, finetuning_end, last_epoch, line_heads, seeds_text, spectra_of
 
-from sigsoftmax.records import paper
-from sigsoftmax.records.paper import Split, Stage
-from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.published.paper import Split, Stage
+from sigsoftmax.records.schemas.spectra import Spectrum
+from sigsoftmax.records.statistics import LEAST_SEEDS, PairedDifference
 from sigsoftmax.report.material import corpus_label
 from sigsoftmax.report.sections.gaps import SCALED, Judged, percent_text
 from sigsoftmax.report.sections.perplexities import Variant, published_text
-from sigsoftmax.report.statistics import LEAST_SEEDS, PairedDifference
 from sigsoftmax.report.tables import range_text, sample_text
 from sigsoftmax.report.theme import head_label, same_head
 

@@ -19,14 +19,14 @@ from whole_run_findings import averaging_text, lead_at
 from whole_runs import HEADS, WholeRuns, last_epoch, spectra_of
 
 from sigsoftmax.experiments.pictures import STYLE
-from sigsoftmax.records import paper
-from sigsoftmax.records.paper import Stage
-from sigsoftmax.records.spectra import RULES
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.published.paper import Stage
+from sigsoftmax.records.schemas.spectra import RULES
+from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.material import corpus_label
 from sigsoftmax.report.sections.gaps import published_gap
 from sigsoftmax.report.sections.perplexities import Variant
 from sigsoftmax.report.sections.spectra import drawn_places
-from sigsoftmax.report.statistics import Sample, perplexity
 from sigsoftmax.report.theme import LIGHT, Look, same_head
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from write_docs import NO_RECORDS, markdown_table
 from sigsoftmax.lm.dynamic.search import grid
 from sigsoftmax.lm.recipes import recipe, with_overrides
 from sigsoftmax.lm.training.optimization import NonMonotonicTrigger
-from sigsoftmax.records import paper
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.paper import Split, Stage
-from sigsoftmax.records.spectra import Spectrum
-from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, RunIdentity
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.published.paper import Split, Stage
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.spectra import Spectrum
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, RunIdentity
 from sigsoftmax.report.loading import Loaded, load
 from sigsoftmax.report.material import Material, corpus_label
 from sigsoftmax.report.sections import spectra

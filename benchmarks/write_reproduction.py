@@ -24,11 +24,11 @@ from whole_runs import RANK_HEADER, WholeRuns, rank_cells
 from write_docs import NO_RECORDS, rewritten
 
 from sigsoftmax.records import Environment, read
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.paper import RANKS
-from sigsoftmax.records.references import ReferenceCurve, reference_curves
-from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
-from sigsoftmax.report.statistics import PairedDifference, student_quantile
+from sigsoftmax.records.published.paper import RANKS
+from sigsoftmax.records.published.references import ReferenceCurve, reference_curves
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
+from sigsoftmax.records.statistics import PairedDifference, student_quantile
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reproduction.md"

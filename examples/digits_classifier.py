@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from sigsoftmax import MixtureOutputLayer, OutputLayer
 from sigsoftmax.analysis.calibration import calibration
 from sigsoftmax.family.heads import Head
-from sigsoftmax.records.classifiers import Calibration
+from sigsoftmax.records.schemas.classifiers import Calibration
 
 CLASSES, PIXELS, HIDDEN = 10, 64, 64
 EPOCHS, BATCH = 40, 128

@@ -7,7 +7,7 @@ import pytest
 from capacity_tables import Fits
 
 from sigsoftmax.records import Record, append
-from sigsoftmax.records.capacity import CapacityResult, StartResult
+from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
 
 
 def fit(head: str, seed: int, fitted: float, *, kl: float | None = None, worst: float | None = None, width: int = 8):

@@ -13,8 +13,8 @@ import classifiers as study
 import classifiers_page as page
 from examples import digits_classifier as example
 
-from sigsoftmax.records.classifiers import Attempt, Calibration, ClassifierResult, ConfidenceBin
-from sigsoftmax.report.statistics import student_quantile
+from sigsoftmax.records.schemas.classifiers import Attempt, Calibration, ClassifierResult, ConfidenceBin
+from sigsoftmax.records.statistics import student_quantile
 
 
 def result(head: str, width: int, seed: int, loss: float) -> ClassifierResult:

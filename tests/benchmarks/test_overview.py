@@ -11,7 +11,7 @@ from overview import LINEAR, LOGITS, PEAKED, Suites
 from write_docs import CaseResult
 
 from sigsoftmax.records import Environment
-from sigsoftmax.records.speed import Measurement
+from sigsoftmax.records.schemas.speed import Measurement
 
 PLACE = Environment(
     package_version="0.1.0",

@@ -13,7 +13,7 @@ from tests.report.synthetic_runs import environment
 from sigsoftmax.cli import _parser
 from sigsoftmax.experiments.reproduce.run import ReproduceConfig
 from sigsoftmax.records import Record, append
-from sigsoftmax.records.training import EpochRecord
+from sigsoftmax.records.schemas.training import EpochRecord
 
 
 def config_of(line: Line) -> ReproduceConfig:

@@ -7,9 +7,9 @@ import pytest
 import reference_curves
 
 from sigsoftmax import records
-from sigsoftmax.records import paper
-from sigsoftmax.records.references import ReferenceCurve
-from sigsoftmax.records.references import reference_curves as recorded_curves
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.published.references import ReferenceCurve
+from sigsoftmax.records.published.references import reference_curves as recorded_curves
 
 MAIN = """
 import sys

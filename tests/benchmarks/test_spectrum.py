@@ -8,8 +8,8 @@ import pytest
 import spectrum as script
 
 from sigsoftmax.records import read
-from sigsoftmax.records.spectra import RankBounds, Spectrum
-from sigsoftmax.records.speed import Measurement
+from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
+from sigsoftmax.records.schemas.speed import Measurement
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,10 +14,11 @@ from tests.report import synthetic_runs
 from whole_run_findings import Claim, claims, findings, summary
 from whole_runs import NOT_RUN, WholeRuns, first_table
 
-from sigsoftmax.records import Payload, Record, append, paper
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.spectra import Spectrum
-from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord, RunIdentity
+from sigsoftmax.records import Payload, Record, append
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.spectra import Spectrum
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord, RunIdentity
 from sigsoftmax.report.tables import NO_BREAK
 
 CHANGES = ("training.epochs=30", "finetuning.epochs=2")
@@ -173,10 +174,10 @@ def test_times_count_what_ran_together_once(runs_of) -> None:
     runs = runs_of(*run_of("softmax", 141, (61.0, 60.0, 51.0)), spectrum_of("softmax", 141, 402))
     assert cells(whole_runs.times(runs), "softmax")[1:] == [
         "2",
-        "30 epochs, 75.0 s",
-        "2 epochs, 5.0 s, ended at its limit",
+        "30 epochs, 1 min 15 s",
+        "2 epochs, 5 s, ended at its limit",
         "2 points and test, 8 s",
-        "6.0 s",
+        "6 s",
     ]
 
 

@@ -7,9 +7,9 @@ import write_reproduction
 from write_reproduction import CONTROL_EPOCH, CONTROL_SEEDS, Records
 
 from sigsoftmax.records import Payload, Record, append
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.spectra import Spectrum
-from sigsoftmax.records.training import EpochRecord, RunIdentity
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.spectra import Spectrum
+from sigsoftmax.records.schemas.training import EpochRecord, RunIdentity
 
 
 def identity(recipe: str, seed: int) -> RunIdentity:

@@ -8,8 +8,8 @@ import pytest
 from sigsoftmax.experiments import capacity
 from sigsoftmax.experiments.capacity import CapacityToolConfig, run, table
 from sigsoftmax.records import read
-from sigsoftmax.records.capacity import CapacityResult
-from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.records.schemas.spectra import Spectrum
 from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
 from sigsoftmax.synthetic import Language

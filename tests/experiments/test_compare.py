@@ -18,8 +18,8 @@ from sigsoftmax.experiments.runs.run import Resources
 from sigsoftmax.lm.data import corpus as data
 from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.records import read
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.training import ComparisonRecord
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.training import ComparisonRecord
 from sigsoftmax.report import recorded_comparisons
 from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from sigsoftmax.analysis.capacity_curves import CapacityConfig
-from sigsoftmax.analysis.lbfgs import Budget
+from sigsoftmax.analysis.capacity.curves import CapacityConfig
+from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.experiments.demo import HEADS, DemoConfig, findings, run, table
 from sigsoftmax.records import read
-from sigsoftmax.records.capacity import CapacityResult, StartResult
-from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
+from sigsoftmax.records.schemas.spectra import Spectrum
 from sigsoftmax.synthetic import Language
 
 

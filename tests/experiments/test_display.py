@@ -15,13 +15,13 @@ from sigsoftmax.experiments.display import (
     RichBars,
     RunPlan,
     WholeLine,
-    duration_text,
     make_display,
 )
 from sigsoftmax.experiments.runs.run import Run
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.lm.training.trainer import PART, Progress
-from sigsoftmax.records.training import EpochRecord, RunIdentity
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.schemas.training import EpochRecord, RunIdentity
 
 RUN = Run(recipe=recipe("ptb-softmax"), seed=1, folder=Path("runs/ptb-softmax/1"))
 
@@ -65,22 +65,6 @@ def epoch(number, seconds=20.0):
         seconds_validation=5.0,
     )
     return at(1000, epoch=number, record=record, loss=5.0)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0 s"),
-        (9.5, "9.5 s"),
-        (42.4, "42 s"),
-        (125, "2 min 5 s"),
-        (7500, "2 h 5 min"),
-        (200000, "2 d 7 h"),
-        (59.7, "1 min 0 s"),
-    ],
-)
-def test_durations_in_words(seconds, text):
-    assert duration_text(seconds) == text
 
 
 def test_plain_lines_are_an_epoch_each_and_updates_only_in_long_epochs(monkeypatch):
@@ -196,7 +180,7 @@ def test_a_run_has_ended_with_its_last_phase(clock):
     assert line.line.startswith("33% done, 0 of 2 runs ended")
     line.ended(OTHER.finetuning())
     line.ended(RUN)
-    assert line.line == "100% done, 2 of 2 runs ended, about 0.0 s left"
+    assert line.line == "100% done, 2 of 2 runs ended, about 0 s left"
 
 
 def test_runs_that_are_left_out_are_no_longer_waited_for(clock):

@@ -9,7 +9,7 @@ from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.training import checkpoints
 from sigsoftmax.lm.training.trainer import Trainer
 from sigsoftmax.records import read
-from sigsoftmax.records.training import EpochRecord
+from sigsoftmax.records.schemas.training import EpochRecord
 from sigsoftmax.synthetic import Language
 
 HEADS = {"sigsoftmax": (12, 8), "moss(K=3)": (12, 10)}

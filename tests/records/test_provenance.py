@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sigsoftmax.records import Environment, Record, provenance
-from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.schemas.capacity import CapacityResult
 
 GIT = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
 

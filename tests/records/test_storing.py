@@ -7,14 +7,14 @@ import pytest
 from tests.report import synthetic_runs
 
 from sigsoftmax.records import Environment, Record, append, read, store
-from sigsoftmax.records.audits import Audit
-from sigsoftmax.records.capacity import CapacityResult
-from sigsoftmax.records.classifiers import Attempt, Calibration, ClassifierResult
 from sigsoftmax.records.kinds import PAYLOADS
-from sigsoftmax.records.speed import Measurement
-from sigsoftmax.records.storing import not_covered_later, write_whole
-from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
-from sigsoftmax.records.training import EpochRecord
+from sigsoftmax.records.schemas.audits import Audit
+from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.records.schemas.classifiers import Attempt, Calibration, ClassifierResult
+from sigsoftmax.records.schemas.speed import Measurement
+from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
+from sigsoftmax.records.schemas.training import EpochRecord
+from sigsoftmax.records.storing import not_covered_later
 
 
 def at(day: int) -> Environment:
@@ -251,11 +251,9 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sigsoftmax.records.storing.os.fsync", full)
+    monkeypatch.setattr("sigsoftmax.records.atomic_write.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         store(path, Record.of(fit(0.1)))
-    with pytest.raises(OSError, match="No space left"):
-        write_whole(path, b"")
     assert path.read_bytes() == before
     assert {found.name for found in tmp_path.iterdir()} == {"a.jsonl", ".records.lock"}
 

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 from sigsoftmax.records import Environment, Payload, Record, append
-from sigsoftmax.records.audits import (
+from sigsoftmax.records.schemas.audits import (
     ArgmaxCounts,
     Audit,
     Bend,
@@ -17,11 +17,11 @@ from sigsoftmax.records.audits import (
     Truncation,
     TruncationPoint,
 )
-from sigsoftmax.records.capacity import CapacityResult, StartResult
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.spectra import RankBounds, Spectrum
-from sigsoftmax.records.speed import Measurement
-from sigsoftmax.records.training import (
+from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
+from sigsoftmax.records.schemas.speed import Measurement
+from sigsoftmax.records.schemas.training import (
     ComparisonRecord,
     DynamicEvaluationRecord,
     EpochRecord,

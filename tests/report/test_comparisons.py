@@ -7,7 +7,7 @@ import pytest
 from tests.report import synthetic_runs
 from tests.report.test_rankings import cells
 
-from sigsoftmax.records.training import Budget, ComparisonRecord
+from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
 from sigsoftmax.report.comparisons import comparisons
 
 BUDGET = Budget(setting="language", changes=("training.epochs=4",), epochs=6)

@@ -6,8 +6,8 @@ import pytest
 from tests.report import synthetic_runs
 
 from sigsoftmax.records import Record, append
-from sigsoftmax.records.speed import Measurement
-from sigsoftmax.records.training import EpochRecord
+from sigsoftmax.records.schemas.speed import Measurement
+from sigsoftmax.records.schemas.training import EpochRecord
 from sigsoftmax.report.loading import find_files, load
 from sigsoftmax.report.material import Material
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.report import synthetic_runs
 from tests.report.sections.making import material_of
 
-from sigsoftmax.records.training import EpochRecord
+from sigsoftmax.records.schemas.training import EpochRecord
 
 
 def epochs_of(recurrence: str, *, first: int = 1, last: int = 4) -> list[EpochRecord]:

@@ -83,10 +83,10 @@ def test_numbers(value, text):
 
 def test_other_texts():
     assert [seconds_text(s) for s in (0.5, 17.0, 600.0, 9000.0, None, math.nan)] == [
-        "0.50 s",
-        "17.0 s",
-        "10.0 min",
-        "2.5 h",
+        "0.5 s",
+        "17 s",
+        "10 min 0 s",
+        "2 h 30 min",
         "–",
         "–",
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sigsoftmax.records.classifiers import Calibration, ConfidenceBin
+from sigsoftmax.records.schemas.classifiers import Calibration, ConfidenceBin
 
 __all__ = ["BINS", "calibration"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.head_sources import OutputHead
+from sigsoftmax.analysis.log_outputs import OutputHead
 from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.spec import prior_of
 from sigsoftmax.family import Learned, OutputFunction

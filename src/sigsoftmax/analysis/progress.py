@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sigsoftmax.records.durations import duration_text
+
 __all__ = ["OnProgress", "Progress"]
 
 BAR = 30
@@ -26,21 +28,14 @@ class Progress:
 
     def __str__(self) -> str:
         if self.total_contexts is None:
-            return f"{self.phase}: {self.contexts:,} contexts in {_duration(self.seconds)}"
+            return f"{self.phase}: {self.contexts:,} contexts in {duration_text(self.seconds)}"
         if self.seconds_left is None:
-            return (
-                f"{self.phase}: {self.contexts:,} of {self.total_contexts:,} contexts after {_duration(self.seconds)}"
-            )
+            seen = f"{self.contexts:,} of {self.total_contexts:,} contexts"
+            return f"{self.phase}: {seen} after {duration_text(self.seconds)}"
         done = self.contexts / self.total_contexts
         bar = "#" * round(BAR * done)
-        left = _duration(self.seconds_left)
+        left = duration_text(self.seconds_left)
         return f"{self.phase} [{bar:<{BAR}}] {self.contexts:,} of {self.total_contexts:,} contexts, {left} left"
 
 
 OnProgress = Callable[[Progress], None]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

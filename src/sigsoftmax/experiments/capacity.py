@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sigsoftmax.analysis.capacity import softmax_width_of_equal_kl
-from sigsoftmax.analysis.capacity_curves import CapacityConfig, capacity_curves, contained_pairs
-from sigsoftmax.analysis.effort import fit_seconds, in_words
-from sigsoftmax.analysis.lbfgs import Budget
-from sigsoftmax.analysis.spectrum import spectrum
+from sigsoftmax.analysis.audit.effort import fit_seconds
+from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves, contained_pairs
+from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
+from sigsoftmax.analysis.capacity.lbfgs import Budget
+from sigsoftmax.analysis.spectrum.singular_values import spectrum
 from sigsoftmax.experiments.distribution_sources import open_distributions
 from sigsoftmax.family.heads import Head
 from sigsoftmax.records import Record, store
-from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.synthetic import Weighting
 
 __all__ = ["CapacityToolConfig", "run", "table"]
@@ -110,7 +111,7 @@ def run(config: CapacityToolConfig, say: Say, progress: Say = lambda _: None) ->
         f"{truth.description}: {contexts:,} contexts, {words:,} words, {rank}.\n"
         "Each head is fitted with a free h for every context, free W and class bias, in float64, from "
         f"{config.starts} or "
-        f"more starts: about {in_words(seconds)} with {config.workers} at once."
+        f"more starts: about {duration_text(seconds)} with {config.workers} at once."
     )
     if of_truth is not None:
         store(config.records, Record.of(of_truth))
@@ -136,7 +137,7 @@ def run(config: CapacityToolConfig, say: Say, progress: Say = lambda _: None) ->
         "smaller width.\nKL of free h and W is neither training nor generalisation; differences of the size of those "
         "between starts may be the optimiser's."
     )
-    say(f"Done in {in_words(time.perf_counter() - began)}. Written:\n  {config.records}")
+    say(f"Done in {duration_text(time.perf_counter() - began)}. Written:\n  {config.records}")
     return results
 
 

@@ -20,8 +20,8 @@ from typing import TextIO, TypeVar
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.streaming import streamed_spectrum
-from sigsoftmax.experiments.display import RunPlan, WholeLine, duration_text
+from sigsoftmax.analysis.spectrum.streaming import streamed_spectrum
+from sigsoftmax.experiments.display import RunPlan, WholeLine
 from sigsoftmax.experiments.reproduce.run_times import EpochTimes, measure_epochs
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.log_outputs import log_output_blocks
@@ -36,8 +36,9 @@ from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.saved_models import load_model
 from sigsoftmax.lm.training.trainer import Diverged, resolve_device
 from sigsoftmax.records import Environment, Record, read, store
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.training import Budget, ComparisonRecord, EpochRecord
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.training import Budget, ComparisonRecord, EpochRecord
 from sigsoftmax.report import ReportConfig, recorded_comparisons, write_report
 from sigsoftmax.report.comparisons import Comparison
 from sigsoftmax.report.verdicts import QUESTION, verdict

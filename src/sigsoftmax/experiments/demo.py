@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sigsoftmax._version import install_extra
-from sigsoftmax.analysis.capacity import softmax_width_of_equal_kl
-from sigsoftmax.analysis.capacity_curves import CapacityConfig, capacity_curves
-from sigsoftmax.analysis.lbfgs import Budget
-from sigsoftmax.analysis.spectrum import spectrum
+from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves
+from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
+from sigsoftmax.analysis.capacity.lbfgs import Budget
+from sigsoftmax.analysis.spectrum.singular_values import spectrum
 from sigsoftmax.experiments.pictures import draw_bottleneck
 from sigsoftmax.records import Record, store
-from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.synthetic import Language
 
 __all__ = ["DemoConfig", "run"]

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self, TextIO
 
 from sigsoftmax.experiments.runs.run import Run
 from sigsoftmax.lm.training.trainer import PART, Progress
+from sigsoftmax.records.durations import duration_text
 from sigsoftmax.terminal import above_bars, clear_line, console
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "RunPlan",
     "Watcher",
     "WholeLine",
-    "duration_text",
     "make_display",
     "perplexity_text",
     "watching",
@@ -69,18 +69,6 @@ def make_display(stream: TextIO | None = None, *, rest: float = 0.0) -> Display:
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
-
-
-def duration_text(seconds: float) -> str:
-    """A length of time in two units at most, as ``2 h 5 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 48 * 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def perplexity_text(loss: float) -> str:

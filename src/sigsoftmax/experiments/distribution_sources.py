@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.distributions import Distributions, checked_log_probs
-from sigsoftmax.analysis.entry_checks import EntryChecks
-from sigsoftmax.analysis.matrix_files import from_file
-from sigsoftmax.analysis.matrix_sources import Block
+from sigsoftmax.analysis.capacity.distributions import Distributions, checked_log_probs
+from sigsoftmax.analysis.spectrum.entry_checks import EntryChecks
+from sigsoftmax.analysis.spectrum.matrix_files import from_file
+from sigsoftmax.analysis.spectrum.matrix_readers import Block
 from sigsoftmax.synthetic import Language, Weighting
 
 __all__ = ["StoredDistributions", "is_file_of_distributions", "open_distributions", "parse_language"]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sigsoftmax.records.capacity import CapacityResult
-from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.records.schemas.spectra import Spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Protocol
 
-from sigsoftmax.records.audits import Audit
-from sigsoftmax.records.capacity import CapacityResult
-from sigsoftmax.records.classifiers import ClassifierResult
 from sigsoftmax.records.envelope import Payload
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.spectra import RankBounds, Spectrum
-from sigsoftmax.records.speed import Measurement
-from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
-from sigsoftmax.records.training import ComparisonRecord, DynamicEvaluationRecord, EpochRecord, EvaluationRecord
+from sigsoftmax.records.schemas.audits import Audit
+from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.records.schemas.classifiers import ClassifierResult
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
+from sigsoftmax.records.schemas.speed import Measurement
+from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
+from sigsoftmax.records.schemas.training import ComparisonRecord, DynamicEvaluationRecord, EpochRecord, EvaluationRecord
 
 __all__ = ["IN_SERIES", "PAYLOADS", "Measured"]
 

@@ -13,17 +13,17 @@ the implementations of a benchmark, whose times compare within one run alone, ar
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from sigsoftmax.records.atomic_write import atomic_write
 from sigsoftmax.records.envelope import Environment, Record
 from sigsoftmax.records.kinds import IN_SERIES, PAYLOADS, Measured
 
-__all__ = ["not_covered_later", "store", "write_whole"]
+__all__ = ["not_covered_later", "store"]
 
 LOCK = ".records.lock"
 PATIENCE = 60.0
@@ -40,7 +40,9 @@ def store(path: Path, records: Record | Iterable[Record]) -> None:
     try:
         # Two processes that each read, add and write would lose what the other added.
         with FileLock(path.parent / LOCK, timeout=PATIENCE):
-            write_whole(path, b"".join(line.content for line in _merged(_lines(path), new)))
+            content = b"".join(line.content for line in _merged(_lines(path), new))
+            with atomic_write(path) as file:
+                file.write(content)
     except Timeout:
         raise OSError(
             f"another process has been storing records in {path.parent} for {PATIENCE:.0f} s; if there is none, remove "
@@ -166,18 +168,3 @@ def not_covered_later(entries: Sequence[tuple[Measured, Environment]]) -> list[i
             if any(_covers([entries[p][0] for p in later], payloads) for later in in_time[number + 1 :]):
                 left_out.update(earlier)
     return [place for place in range(len(entries)) if place not in left_out]
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that whoever reads it, and whoever is killed, finds the old content or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sigsoftmax.records.speed import Measurement
+from sigsoftmax.records.schemas.speed import Measurement
 
 __all__ = ["Clause", "clauses", "off_the_line", "verdict"]
 

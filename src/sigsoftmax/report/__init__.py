@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sigsoftmax.records.storing import write_whole
+from sigsoftmax.records.atomic_write import atomic_write
 from sigsoftmax.report.comparisons import Comparison, comparisons
 from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
@@ -55,7 +55,8 @@ def write_report(config: ReportConfig) -> WrittenReport:
     loaded = load(config.paths)
     page = render(loaded, title=config.title)
     try:
-        write_whole(config.out, page.encode())
+        with atomic_write(config.out) as file:
+            file.write(page.encode())
     except OSError as error:
         raise ValueError(f"cannot write the report to {config.out}: {error.strerror or error}") from error
     warnings = list(loaded.warnings)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sigsoftmax.records.training import Budget, ComparisonRecord
+from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
+from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.material import corpus_label
 from sigsoftmax.report.rankings import KL, RankedHead, Ranking, named_cell
-from sigsoftmax.report.statistics import Sample, perplexity
 from sigsoftmax.report.tables import DASH, Column, Row, Table, number_text, range_text, sample_text
 from sigsoftmax.report.theme import Looks, same_head
 

@@ -7,22 +7,22 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from sigsoftmax.records.audits import Audit
-from sigsoftmax.records.capacity import CapacityResult
 from sigsoftmax.records.kinds import Measured
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.paper import CORPORA, HEADS
-from sigsoftmax.records.spectra import RankBounds, Spectrum
-from sigsoftmax.records.speed import Measurement
-from sigsoftmax.records.storing import not_covered_later
-from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
-from sigsoftmax.records.training import (
+from sigsoftmax.records.published.paper import CORPORA, HEADS
+from sigsoftmax.records.schemas.audits import Audit
+from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
+from sigsoftmax.records.schemas.speed import Measurement
+from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
+from sigsoftmax.records.schemas.training import (
     ComparisonRecord,
     DynamicEvaluationRecord,
     EpochRecord,
     EvaluationRecord,
     RunIdentity,
 )
+from sigsoftmax.records.storing import not_covered_later
 from sigsoftmax.report.loading import Entry, Loaded
 from sigsoftmax.report.theme import same_head
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from sigsoftmax.report.statistics import LEAST_SEEDS, SIGNIFICANCE, PairedDifference, Sample, perplexity
+from sigsoftmax.records.statistics import LEAST_SEEDS, SIGNIFICANCE, PairedDifference, Sample, perplexity
 from sigsoftmax.report.tables import (
     DASH,
     NO_BREAK,

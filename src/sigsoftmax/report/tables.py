@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.statistics import Sample
 from sigsoftmax.report.markup import Child, Markup, join, tag
-from sigsoftmax.report.statistics import Sample
 
 __all__ = [
     "DASH",
@@ -261,10 +262,5 @@ def size_text(rows: int, columns: int | None) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    if seconds is None or not math.isfinite(seconds):
-        return DASH
-    if seconds < 90:
-        return f"{number_text(seconds, 2 if seconds < 10 else 3)} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h"
+    """A length of time in a cell, or a dash where none was measured."""
+    return DASH if seconds is None or not math.isfinite(seconds) else duration_text(seconds)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sigsoftmax.records.statistics import PairedDifference
 from sigsoftmax.report.rankings import BASELINE, RankedHead, Ranking, percent_text
-from sigsoftmax.report.statistics import PairedDifference
 from sigsoftmax.report.tables import NO_BREAK, interval_text, range_text, seconds_text
 
 __all__ = ["QUESTION", "verdict"]

@@ -12,7 +12,7 @@ from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.lm.training import checkpoints
 from sigsoftmax.lm.training.saved_models import model_tensors, saved_meta
-from sigsoftmax.records.training import RunIdentity
+from sigsoftmax.records.schemas.training import RunIdentity
 
 
 def quiet(text: str) -> None:

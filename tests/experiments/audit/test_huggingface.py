@@ -187,7 +187,7 @@ def test_little_memory_loads_the_stored_dtype(tmp_path):
 
 
 def test_a_model_that_was_stored_with_its_output_function(tmp_path):
-    patching = pytest.importorskip("sigsoftmax.integrations.huggingface.patching")
+    patching = pytest.importorskip("sigsoftmax.integrations.huggingface.patching.apply")
     model = transformers.AutoModelForCausalLM.from_pretrained(save_model("gemma2", tmp_path / "m"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

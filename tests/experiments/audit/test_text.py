@@ -4,11 +4,11 @@ import dataclasses
 import math
 
 import pytest
-from tests.records.test_audits import EMPTY, FULL, LAYER
+from tests.records.schemas.test_audits import EMPTY, FULL, LAYER
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.experiments.audit.text import meaning, report
-from sigsoftmax.records.audits import HeadAtWidth
+from sigsoftmax.records.schemas.audits import HeadAtWidth
 
 
 def said(**changes) -> str:

@@ -9,7 +9,8 @@ from tests.experiments.small_runs import small_resources, small_runs
 from sigsoftmax.experiments.reproduce.plan import Left, describe_plan, power_lines, steps_of
 from sigsoftmax.experiments.reproduce.run_times import RunTimes, measure_times
 from sigsoftmax.experiments.runs.run import chosen_recipes, planned_runs
-from sigsoftmax.records import paper
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.published import paper
 
 TIMES = RunTimes(
     evaluation=0.0,
@@ -29,7 +30,7 @@ def runs_of(*names, seeds=(1, 2)):
     return planned_runs(chosen_recipes(names, None, []), seeds, Path("no/such/folder"))
 
 
-def test_hours_are_those_of_all_stages():
+def test_times_are_those_of_all_stages():
     runs = runs_of("ptb-softmax")
     left = Left.of(runs[0], TIMES, steps_of(TABLES[1]))
     assert left.train == 1000 * 10.0
@@ -38,9 +39,9 @@ def test_hours_are_those_of_all_stages():
     assert left.dynamic == 30.0 + 24 * 50.0 + 60.0
     assert left.rank == 9.0
     text = describe_plan("Table 1", runs, {"ptb-softmax": TIMES}, steps_of(TABLES[1]), Path("no/such"), "cuda")
-    least = 2 * (left.train + left.finetune_least + left.dynamic + left.rank) / 3600
-    most = 2 * (left.train + left.finetune_most + left.dynamic + left.rank) / 3600
-    assert f"In all {least:.1f} to {most:.1f} GPU-hours on this machine (cuda)" in text
+    least = 2 * (left.train + left.finetune_least + left.dynamic + left.rank)
+    most = 2 * (left.train + left.finetune_most + left.dynamic + left.rank)
+    assert f"In all {duration_text(least)} to {duration_text(most)} on this machine (cuda)" in text
     assert "1 heads x 2 seeds" in text
 
 

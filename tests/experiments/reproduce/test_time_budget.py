@@ -68,7 +68,7 @@ def test_what_is_done_takes_no_time():
 def test_a_time_too_short_for_an_epoch_is_refused(tmp_path):
     [run] = small_runs(tmp_path, "tiny-softmax")
     check_long_enough({run: ONE}, 1.0)
-    with pytest.raises(ValueError, match=r"the next of tiny-softmax, seed 1 takes about 1.0 s here, and 0.9 s"):
+    with pytest.raises(ValueError, match=r"the next of tiny-softmax, seed 1 takes about 1 s here, and 0.9 s"):
         check_long_enough({run: ONE}, 0.9)
     # Without epochs there is nothing that it could be too short for.
     check_long_enough({run: dataclasses.replace(ONE, train_epochs=0, finetune_most=0.0)}, 0.1)

@@ -15,7 +15,7 @@ from sigsoftmax.experiments.runs.evaluate import evaluate_best
 from sigsoftmax.experiments.runs.run import Resources
 from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.records import read
-from sigsoftmax.records.training import EpochRecord, EvaluationRecord
+from sigsoftmax.records.schemas.training import EpochRecord, EvaluationRecord
 
 
 def torchrun(processes: int, *words: object) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from sigsoftmax.experiments.runs.dynamic import DynamicConfig, known_runs, run, 
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
 from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.records import read
-from sigsoftmax.records.training import DynamicEvaluationRecord
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord
 
 
 @pytest.fixture

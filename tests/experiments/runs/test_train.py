@@ -14,7 +14,7 @@ from sigsoftmax.experiments.display import PlainLines
 from sigsoftmax.experiments.runs.train import FinetuneConfig, TrainConfig, finetune, run
 from sigsoftmax.lm.recipes import with_overrides
 from sigsoftmax.records import read
-from sigsoftmax.records.training import EvaluationRecord
+from sigsoftmax.records.schemas.training import EvaluationRecord
 
 
 @pytest.fixture(scope="module")

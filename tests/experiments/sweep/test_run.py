@@ -26,7 +26,7 @@ from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.experiments.sweep.plan import SweepConfig
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.records import read
-from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
+from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
 
 NAMES = ("tiny-softmax", "tiny-sigsoftmax")
 BROKEN = "tiny-gss-0"

@@ -7,8 +7,8 @@ from sigsoftmax.experiments.sweep.plan import SweepConfig
 from sigsoftmax.experiments.sweep.text import differences, groups_of, results_table, trial_line
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.records import Record
-from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
-from sigsoftmax.records.training import RunIdentity
+from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
+from sigsoftmax.records.schemas.training import RunIdentity
 
 
 def config(*names, **options):

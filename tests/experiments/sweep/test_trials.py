@@ -15,8 +15,8 @@ from sigsoftmax.experiments.sweep.plan import SweepConfig, Trial
 from sigsoftmax.experiments.sweep.trials import Failed, Place, epoch_records, finished_record, gathered, run_trial
 from sigsoftmax.lm.data import corpus as data
 from sigsoftmax.lm.recipes import recipe
-from sigsoftmax.records.sweeps import TrialRecord
-from sigsoftmax.records.training import ComparisonRecord, EpochRecord, EvaluationRecord
+from sigsoftmax.records.schemas.sweeps import TrialRecord
+from sigsoftmax.records.schemas.training import ComparisonRecord, EpochRecord, EvaluationRecord
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCa
 
 from sigsoftmax import OutputFunction, register_function
 from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, apply_output_function, from_pretrained
-from sigsoftmax.integrations.huggingface.patched_model import PatchedModel
+from sigsoftmax.integrations.huggingface.patching.patched_model import PatchedModel
 
 
 @pytest.fixture(autouse=True)
@@ -299,7 +299,7 @@ def test_what_cannot_be_guarded_is_not_saved(tmp_path):
         plain = copy.deepcopy(model)
         super(PatchedModel, plain).save_pretrained(folder)
 
-    from sigsoftmax.integrations.huggingface import checkpoints
+    from sigsoftmax.integrations.huggingface.storage import checkpoints
 
     with pytest.raises(RuntimeError, match="holds the output layer as a softmax model has it"):
         checkpoints.save(model, unguarded, tmp_path)
@@ -317,7 +317,7 @@ def test_uploading_uploads_what_is_guarded(tmp_path, monkeypatch):
 
 
 def test_interrupted_saves_leave_nothing_that_runs_as_softmax(tmp_path, monkeypatch):
-    from sigsoftmax.integrations.huggingface import checkpoints
+    from sigsoftmax.integrations.huggingface.storage import checkpoints
 
     model = apply_output_function(tiny(), "sigsoftmax")
 

@@ -23,7 +23,7 @@ from sigsoftmax.lm.model.regularization import draw_masks
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.records import Record
-from sigsoftmax.records.training import DynamicEvaluationRecord, RunIdentity
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, RunIdentity
 
 WORDS = 13
 CONFIG = DynamicEvaluationConfig(window=5, statistics_batch=4)

@@ -5,7 +5,7 @@ import dataclasses
 from tests.report import synthetic_runs
 from tests.report.sections.making import section_of
 
-from sigsoftmax.records.audits import HeadAtWidth, TruncationPoint
+from sigsoftmax.records.schemas.audits import HeadAtWidth, TruncationPoint
 from sigsoftmax.report.sections import audits
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.report import synthetic_runs
 from tests.report.sections.making import drawn, section_of
 
-from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.report.sections import capacity
 
 

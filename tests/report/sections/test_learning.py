@@ -8,8 +8,8 @@ import pytest
 from tests.report import synthetic_runs
 from tests.report.sections.making import drawn, section_of
 
-from sigsoftmax.records.references import reference_curves
-from sigsoftmax.records.training import EpochRecord
+from sigsoftmax.records.published.references import reference_curves
+from sigsoftmax.records.schemas.training import EpochRecord
 from sigsoftmax.report.sections import learning
 
 

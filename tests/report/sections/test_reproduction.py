@@ -7,11 +7,12 @@ import pytest
 from tests.report import synthetic_runs
 from tests.report.sections.making import material_of, rows_of, section_of, table_of
 
-from sigsoftmax.records import Payload, paper
-from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
+from sigsoftmax.records import Payload
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
+from sigsoftmax.records.statistics import Sample
 from sigsoftmax.report.sections import reproduction, spectra
 from sigsoftmax.report.sections.perplexities import collect, perplexity_table
-from sigsoftmax.report.statistics import Sample
 from sigsoftmax.report.tables import Table
 from sigsoftmax.report.theme import Looks
 

@@ -7,8 +7,8 @@ import pytest
 from tests.report import synthetic_runs
 from tests.report.sections.making import drawn, rows_of, section_of, table_of
 
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.spectra import Spectrum
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.spectra import Spectrum
 from sigsoftmax.report.sections import spectra
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.report import synthetic_runs
 from tests.report.sections.making import rows_of, section_of, table_of
 
-from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
+from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
 from sigsoftmax.report.sections import sweeps
 
 

@@ -10,8 +10,8 @@ from tests.report.reading import Page
 from tests.report.sections.making import rows_of, section_of
 
 from sigsoftmax.records import Record, append
-from sigsoftmax.records.sweeps import TrialRecord
-from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
+from sigsoftmax.records.schemas.sweeps import TrialRecord
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
 from sigsoftmax.report import ReportConfig, write_report
 from sigsoftmax.report.section import Absent
 from sigsoftmax.report.sections import verdict
@@ -59,7 +59,7 @@ def test_trained_models_are_ranked_at_the_last_stage_that_all_have(tmp_path):
     rows = rows_of(table)
     assert [row[0] for row in rows] == ["sigsoftmax", "softmax"]
     # Three epochs of 5.6 s and validation of 0.5 s each.
-    assert rows[0][-2:] == ["18.3 s", "24,221,600"]
+    assert rows[0][-2:] == ["18 s", "24,221,600"]
     without = [p for p in payloads if not (isinstance(p, DynamicEvaluationRecord) and p.run.head == "sigsoftmax")]
     (table,) = section_of(verdict, without, tmp_path).blocks
     assert "finetuned" in table.caption

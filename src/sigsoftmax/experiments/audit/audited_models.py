@@ -24,7 +24,7 @@ from sigsoftmax.analysis.output_layer import Contexts, OutputLayer
 from sigsoftmax.experiments.distribution_sources import StoredDistributions
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.lm.training.checkpoints import VERSION_KEY
-from sigsoftmax.records.audits import LayerDescription
+from sigsoftmax.records.schemas.audits import LayerDescription
 
 __all__ = ["Source", "kind_of", "open_arrays", "open_matrix", "read_text", "sample_rows"]
 

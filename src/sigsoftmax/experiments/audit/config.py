@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from sigsoftmax.analysis.audit import AuditSettings
+from sigsoftmax.analysis.audit.findings import AuditSettings
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.training.trainer import resolve_device

@@ -289,7 +289,7 @@ def _found_function(
 
 def _probed(model: Any) -> Adjustment:
     """The scale and cap that the model's forward pass applies to its logits, as far as a probe shows them."""
-    from sigsoftmax.integrations.huggingface.examination import examine
+    from sigsoftmax.integrations.huggingface.patching.examination import examine
 
     try:
         found = examine(model).adjustment

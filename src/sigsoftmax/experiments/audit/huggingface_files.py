@@ -71,7 +71,7 @@ def text_config(config: Any) -> Any:
 
 
 def skeleton_of(transformers: Any, name: str, settings: Any, *, trust_remote_code: bool = False) -> Any:
-    from sigsoftmax.integrations.huggingface.loading import SigsoftmaxConfig, SigsoftmaxForCausalLM
+    from sigsoftmax.integrations.huggingface.storage.loading import SigsoftmaxConfig, SigsoftmaxForCausalLM
 
     saved_with_function = isinstance(settings, SigsoftmaxConfig)
     build = SigsoftmaxForCausalLM._from_config if saved_with_function else transformers.AutoModelForCausalLM.from_config

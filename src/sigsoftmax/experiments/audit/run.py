@@ -13,7 +13,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sigsoftmax.analysis.audit import (
+from sigsoftmax.analysis.audit.effort import audit_steps, fit_seconds, listed, measure_machine
+from sigsoftmax.analysis.audit.findings import (
     Findings,
     Subject,
     contexts_for_bounds,
@@ -21,12 +22,11 @@ from sigsoftmax.analysis.audit import (
     log_probs_of,
     measure,
 )
-from sigsoftmax.analysis.capacity_curves import CapacityConfig
-from sigsoftmax.analysis.effort import audit_steps, fit_seconds, in_words, listed, measure_machine
-from sigsoftmax.analysis.lbfgs import Budget
+from sigsoftmax.analysis.audit.truncation import truncation_widths
+from sigsoftmax.analysis.capacity.curves import CapacityConfig
+from sigsoftmax.analysis.capacity.lbfgs import Budget
+from sigsoftmax.analysis.capacity.width_cost import heads_at_width, least_kl, mean_kl, restricted, widths_that_bind
 from sigsoftmax.analysis.output_layer import Contexts
-from sigsoftmax.analysis.target import heads_at_width, least_kl, mean_kl, restricted, widths_that_bind
-from sigsoftmax.analysis.truncation import truncation_widths
 from sigsoftmax.experiments.audit.audited_models import (
     Source,
     kind_of,
@@ -45,8 +45,9 @@ from sigsoftmax.experiments.distribution_sources import (
     open_distributions,
 )
 from sigsoftmax.records import Record, store
-from sigsoftmax.records.audits import Audit, TargetResult
-from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.schemas.audits import Audit, TargetResult
+from sigsoftmax.records.schemas.capacity import CapacityResult
 
 __all__ = ["AuditConfig", "run"]
 
@@ -281,7 +282,7 @@ class _Auditor:
         self.progress("")
         self.say(
             f"Fitting {len(heads)} output functions at width {', '.join(map(str, widths))} to {name} ({contexts:,} "
-            f"contexts, {words:,} words): about {in_words(fit_seconds(chosen.distributions, effort))}."
+            f"contexts, {words:,} words): about {duration_text(fit_seconds(chosen.distributions, effort))}."
         )
 
         def fitted(result: CapacityResult, done: int, total: int) -> None:
@@ -382,7 +383,7 @@ class _Auditor:
         audit = dataclasses.replace(audit, meaning=tuple(meaning(audit)))
         path = self._written(audit)
         self.say(report(audit))
-        took = f"{'Stopped after' if was_interrupted else 'Done in'} {in_words(audit.seconds)}"
+        took = f"{'Stopped after' if was_interrupted else 'Done in'} {duration_text(audit.seconds)}"
         self.say(f"{took}. Written:\n  {path}")
         return audit
 

@@ -6,8 +6,8 @@ import math
 import textwrap
 
 from sigsoftmax._version import install_extra
-from sigsoftmax.records.audits import ArgmaxCounts, Audit, Bend, GradientShare, TargetResult, Truncation
-from sigsoftmax.records.spectra import RankBounds, Spectrum
+from sigsoftmax.records.schemas.audits import ArgmaxCounts, Audit, Bend, GradientShare, TargetResult, Truncation
+from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
 
 __all__ = ["meaning", "report"]
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sigsoftmax.experiments.display import duration_text
 from sigsoftmax.experiments.reproduce.run_times import RunTimes
 from sigsoftmax.experiments.runs.dynamic import known_runs
 from sigsoftmax.experiments.runs.ranks import known_spectrum
 from sigsoftmax.experiments.runs.run import Run
 from sigsoftmax.lm.dynamic.search import grid
 from sigsoftmax.lm.training.optimization import NonMonotonicTrigger
-from sigsoftmax.records import paper, read
-from sigsoftmax.records.paper import PublishedTable, Stage
-from sigsoftmax.records.training import EpochRecord
-from sigsoftmax.report.statistics import Gap, Sample
+from sigsoftmax.records import read
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.published.paper import PublishedTable, Stage
+from sigsoftmax.records.schemas.training import EpochRecord
+from sigsoftmax.records.statistics import Gap, Sample
 
 __all__ = ["Left", "Step", "describe_plan", "power_lines", "steps_of"]
 
@@ -118,14 +119,13 @@ def describe_plan(
     """``times`` by the recipe's name."""
     left = {run: Left.of(run, times[run.recipe.name], steps) for run in runs}
     recipes = {run.recipe.name: [other for other in runs if other.recipe.name == run.recipe.name] for run in runs}
-    hours = "GPU-hours" if device.startswith("cuda") else "hours"
     fixed = sum(one.train + one.evaluation + one.dynamic + one.rank for one in left.values())
     least = fixed + sum(one.finetune_least for one in left.values())
     most = fixed + sum(one.finetune_most for one in left.values())
     total = _range(least, most)
     lines = [f"{title}: {len(recipes)} heads x {len(runs) // len(recipes)} seeds, each: {', '.join(steps)}."]
-    lines.append(f"In all {total} {hours} on this machine ({device}), as a few updates of each recipe tell.")
-    lines.append("Finetuning ends by itself, somewhere between its least and its most. Hours:")
+    lines.append(f"In all {total} on this machine ({device}), as a few updates of each recipe tell.")
+    lines.append("Finetuning ends by itself, somewhere between its least and its most.")
     width = max(map(len, recipes))
     for name, its_runs in recipes.items():
         parts = _parts(its_runs, [left[run] for run in its_runs], times[name], steps)
@@ -135,27 +135,22 @@ def describe_plan(
 
 
 def _parts(runs: Sequence[Run], left: Sequence[Left], times: RunTimes, steps: Sequence[Step]) -> list[str]:
-    """The hours of a recipe, over its seeds."""
-    training = _hours(sum(one.train for one in left))
+    """How long each stage of a recipe takes, over its seeds."""
+    training = duration_text(sum(one.train for one in left))
     least, most = sum(one.finetune_least for one in left), sum(one.finetune_most for one in left)
     parts = [f"training {training} ({runs[0].epochs} epochs of {duration_text(times.train_epoch)})"]
     parts.append(f"finetuning {_range(least, most)}")
     if "dynamic evaluation" in steps:
         points = f"{times.dynamic_points} point{'s' if times.dynamic_points > 1 else ''}"
-        parts.append(f"dynamic evaluation {_hours(sum(one.dynamic for one in left))} ({points})")
+        parts.append(f"dynamic evaluation {duration_text(sum(one.dynamic for one in left))} ({points})")
     if "ranks" in steps:
-        parts.append(f"ranks {_hours(sum(one.rank for one in left))}")
+        parts.append(f"ranks {duration_text(sum(one.rank for one in left))}")
     return parts
 
 
 def _range(least: float, most: float) -> str:
-    low, high = _hours(least), _hours(most)
+    low, high = duration_text(least), duration_text(most)
     return low if low == high else f"{low} to {high}"
-
-
-def _hours(seconds: float) -> str:
-    hours = seconds / 3600.0
-    return "0" if not hours else f"{hours:.3f}" if hours < 0.1 else f"{hours:.1f}" if hours < 100.0 else f"{hours:,.0f}"
 
 
 def _disk(runs: Sequence[Run], times: Mapping[str, RunTimes], out: Path) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sigsoftmax.analysis.progress import Progress
-from sigsoftmax.experiments.display import Display, duration_text, make_display
+from sigsoftmax.experiments.display import Display, make_display
 from sigsoftmax.experiments.reproduce.plan import Left, Step, describe_plan, power_lines, steps_of
 from sigsoftmax.experiments.reproduce.run_times import RunTimes, measure_times
 from sigsoftmax.experiments.reproduce.time_budget import TimePlan, check_long_enough, narrowed, usable_seconds
@@ -30,8 +30,9 @@ from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.lm.training.interruption import OutOfTime
 from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.lm.training.trainer import Progress as TrainingProgress
-from sigsoftmax.records import paper
-from sigsoftmax.records.paper import PublishedTable
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.published.paper import PublishedTable
 from sigsoftmax.report import paper_tables
 
 __all__ = ["TABLES", "ReproduceConfig", "run"]

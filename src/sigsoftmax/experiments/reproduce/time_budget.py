@@ -12,10 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sigsoftmax.experiments.display import duration_text
 from sigsoftmax.experiments.reproduce.plan import Left
 from sigsoftmax.experiments.runs.run import Run
 from sigsoftmax.lm.config import DynamicEvaluationConfig
+from sigsoftmax.records.durations import duration_text
 
 __all__ = ["TimePlan", "check_long_enough", "narrowed", "usable_seconds"]
 

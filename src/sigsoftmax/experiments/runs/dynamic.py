@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sigsoftmax.experiments.display import duration_text, perplexity_text
+from sigsoftmax.experiments.display import perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, checkpoint_file, run_folder, text_of
 from sigsoftmax.lm.config import DynamicEvaluationConfig
@@ -18,7 +18,8 @@ from sigsoftmax.lm.dynamic.search import GridSearch, grid, search
 from sigsoftmax.lm.training.saved_models import check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import resolve_device
 from sigsoftmax.records import Environment, Record, append, read
-from sigsoftmax.records.training import DynamicEvaluationRecord
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord
 
 __all__ = ["DynamicConfig", "known_runs", "run", "search_grid"]
 

@@ -18,7 +18,7 @@ from sigsoftmax.lm.training.precision import resolve_evaluation_precision
 from sigsoftmax.lm.training.saved_models import LoadedModel, load_model
 from sigsoftmax.lm.training.trainer import resolve_device
 from sigsoftmax.records import Environment, Record, append, read
-from sigsoftmax.records.training import EvaluationRecord
+from sigsoftmax.records.schemas.training import EvaluationRecord
 
 __all__ = ["EvaluateConfig", "evaluate_best", "evaluation_line", "run"]
 

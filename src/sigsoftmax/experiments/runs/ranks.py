@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from sigsoftmax.analysis.matrix_sources import from_blocks
 from sigsoftmax.analysis.progress import Progress
-from sigsoftmax.analysis.streaming import SpectrumOptions, streamed_spectrum
+from sigsoftmax.analysis.spectrum.matrix_readers import from_blocks
+from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.log_outputs import log_output_blocks
 from sigsoftmax.experiments.runs.run import Resources, run_folder
@@ -15,7 +15,7 @@ from sigsoftmax.lm.data.corpus import Corpus, Split
 from sigsoftmax.lm.training.saved_models import check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import resolve_device
 from sigsoftmax.records import Environment, Record, append, read
-from sigsoftmax.records.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
 
 __all__ = ["known_spectrum", "measure_rank"]
 

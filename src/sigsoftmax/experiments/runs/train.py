@@ -14,8 +14,8 @@ from sigsoftmax.experiments.runs.run import Resources, Run, planned_runs, run_in
 from sigsoftmax.experiments.runs.tensorboard import TensorBoard
 from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.lm.config import Recipe
-from sigsoftmax.records.training import EvaluationRecord
-from sigsoftmax.report.statistics import Sample
+from sigsoftmax.records.schemas.training import EvaluationRecord
+from sigsoftmax.records.statistics import Sample
 from sigsoftmax.report.tables import sample_text
 
 __all__ = ["FinetuneConfig", "TrainConfig", "Trained", "finetune", "result_lines", "run", "train_and_evaluate"]

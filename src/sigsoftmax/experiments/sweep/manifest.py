@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sigsoftmax.experiments.sweep.plan import SweepConfig, Trial, binding_fields
+from sigsoftmax.records.atomic_write import atomic_write
 from sigsoftmax.records.envelope import from_plain
 from sigsoftmax.records.parsing import parse_json
-from sigsoftmax.records.storing import write_whole
 
 __all__ = ["PLAN_FILE", "PlanChange", "keep_plan", "plan_change"]
 
@@ -63,7 +63,8 @@ def plan_change(config: SweepConfig, trials: Sequence[Trial]) -> PlanChange:
 def keep_plan(config: SweepConfig, trials: Sequence[Trial]) -> None:
     """Written whole or not at all. Trials of an earlier plan stay in it."""
     content = {"version": PLAN_VERSION, "trials": _kept(config.out) | _described(config, trials)}
-    write_whole(config.out / PLAN_FILE, json.dumps(content, indent=1, ensure_ascii=False).encode())
+    with atomic_write(config.out / PLAN_FILE) as file:
+        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
 def _kept(out: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from sigsoftmax._version import install_extra
 from sigsoftmax.experiments.sweep.plan import Trial
 from sigsoftmax.experiments.sweep.trials import Failed, Place, run_trial
 from sigsoftmax.lm.training.interruption import SoftStop
-from sigsoftmax.records.sweeps import TrialRecord
+from sigsoftmax.records.schemas.sweeps import TrialRecord
 
 __all__ = ["Share", "check_ray", "ray_folder", "ray_session", "remove_leftovers", "run_on_ray"]
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sigsoftmax.experiments.display import duration_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import default_device
 from sigsoftmax.experiments.sweep.manifest import keep_plan, plan_change
@@ -29,7 +28,8 @@ from sigsoftmax.experiments.sweep.text import differences, groups_of, results_ta
 from sigsoftmax.experiments.sweep.trials import Failed, Place, finished_record, gathered
 from sigsoftmax.lm.data.corpus_files import find
 from sigsoftmax.records import Environment, Record, store
-from sigsoftmax.records.sweeps import TrialRecord
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.schemas.sweeps import TrialRecord
 
 __all__ = ["SweepConfig", "TrialsFailed", "run"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sigsoftmax.experiments.display import duration_text, perplexity_text
+from sigsoftmax.experiments.display import perplexity_text
 from sigsoftmax.experiments.sweep.plan import Point, SweepConfig, Trial
-from sigsoftmax.records.sweeps import PairedDifferenceRecord, Quantity, TrialRecord
-from sigsoftmax.report.statistics import LEAST_SEEDS, PairedDifference, Sample
+from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, Quantity, TrialRecord
+from sigsoftmax.records.statistics import LEAST_SEEDS, PairedDifference, Sample
 from sigsoftmax.report.tables import DASH, Column, Row, Table, sample_text
 
 __all__ = ["Group", "differences", "groups_of", "results_table", "trial_line"]

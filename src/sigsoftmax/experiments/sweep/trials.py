@@ -30,8 +30,8 @@ from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.corpus_files import DATA_VARIABLE
 from sigsoftmax.lm.training.trainer import Progress, Trainer, resolve_device, run_together
 from sigsoftmax.records import Environment, Payload, Record, read, store
-from sigsoftmax.records.sweeps import TrialRecord
-from sigsoftmax.records.training import EpochRecord, EvaluationRecord
+from sigsoftmax.records.schemas.sweeps import TrialRecord
+from sigsoftmax.records.schemas.training import EpochRecord, EvaluationRecord
 
 __all__ = [
     "Failed",

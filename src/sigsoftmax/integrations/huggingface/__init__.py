@@ -27,17 +27,17 @@ if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 17):
         f"{install_extra('hf')}"
     )
 
-from sigsoftmax.integrations.huggingface.loading import (
+from sigsoftmax.integrations.huggingface.logits_processor import OutputFunctionLogitsProcessor
+from sigsoftmax.integrations.huggingface.patching.apply import apply_output_function, remove_output_function
+from sigsoftmax.integrations.huggingface.scoring import token_log_likelihoods
+from sigsoftmax.integrations.huggingface.storage.loading import (
     SigsoftmaxConfig,
     SigsoftmaxForCausalLM,
     SigsoftmaxModel,
     from_pretrained,
     load_adapter,
 )
-from sigsoftmax.integrations.huggingface.logits_processor import OutputFunctionLogitsProcessor
-from sigsoftmax.integrations.huggingface.patching import apply_output_function, remove_output_function
-from sigsoftmax.integrations.huggingface.retrofit import AnnealShift, retrofit, shifted_start, smallest_logit
-from sigsoftmax.integrations.huggingface.scoring import token_log_likelihoods
+from sigsoftmax.integrations.huggingface.trainers.retrofit import AnnealShift, retrofit, shifted_start, smallest_logit
 
 __all__ = [
     "AnnealShift",

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from sigsoftmax.contract.spec import Function
-from sigsoftmax.integrations.huggingface.head_function import transformed
+from sigsoftmax.integrations.huggingface.patching.head_function import transformed
 from sigsoftmax.layers.output_layer import FunctionModule
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigsoftmax.integrations.huggingface.patched_model import Scores, is_patched
-from sigsoftmax.integrations.huggingface.patching import language_model
+from sigsoftmax.integrations.huggingface.patching.apply import language_model
+from sigsoftmax.integrations.huggingface.patching.patched_model import Scores, is_patched
 
 IGNORED = -100
 

@@ -38,7 +38,7 @@ from sigsoftmax.lm.dynamic.window_gradients import Look, WindowGradients, Window
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.precision import check_precision
 from sigsoftmax.lm.training.trainer import Diverged
-from sigsoftmax.records.training import DynamicEvaluationRecord, RunIdentity, perplexity_of
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, RunIdentity, perplexity_of
 
 __all__ = [
     "DynamicEvaluation",

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,12 +23,8 @@ import torch
 from torch import Tensor
 
 from sigsoftmax._version import __version__, install_extra
+from sigsoftmax.records.atomic_write import atomic_write
 from sigsoftmax.records.parsing import parse_json
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows, which does not delete a file that is open, and so needs no lock
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Checkpoint", "load", "save"]
 
@@ -78,23 +71,9 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any
     # hides the number of an error; the format is a length, a JSON header, and bytes.
     path = Path(path)
     header = _header(tensors, meta)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path)
-        try:
-            with temporary.open("xb") as file:
-                _lock(file)
-                _write(file, header, tensors)
-                file.flush()
-                os.fsync(file.fileno())
-                if fcntl is not None:
-                    # Renamed while it is locked: a sweeper never sees it unlocked.
-                    temporary.replace(path)
-            if fcntl is None:
-                temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with atomic_write(path) as file:
+            _write(file, header, tensors)
     except OSError as error:
         size = sum(tensor.nbytes for tensor in tensors.values()) + len(header)
         kept = f"; {path} is as it was" if path.exists() else ""
@@ -103,7 +82,6 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any
             f"could not write the checkpoint {path} of {size / 2**20:.1f} MiB: {error.strerror or error}{kept}. "
             "Free space or choose another folder, and resume",
         ) from error
-    _sync_folder(path.parent)
 
 
 def _header(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
@@ -164,33 +142,6 @@ def _checksum_entry(checksum: str) -> bytes:
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def _lock(file: BinaryIO) -> None:
-    if fcntl is not None:
-        # The kernel releases it when the writer dies, however it dies. Some network disks have no locks.
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _sweep(path: Path) -> None:
-    """Remove what killed writers of this checkpoint left behind."""
-    for leftover in path.parent.glob(f".{escape(path.name)}.*.tmp"):
-        # In use by another writer, or gone already.
-        with suppress(OSError), leftover.open("rb") as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            leftover.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename durable, where folders can be opened."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.memory import check_model_fits, parameter_count
 from sigsoftmax.lm.training import checkpoints
 from sigsoftmax.records.envelope import from_plain, to_plain
-from sigsoftmax.records.training import RunIdentity
+from sigsoftmax.records.schemas.training import RunIdentity
 
 __all__ = [
     "LoadedModel",

@@ -42,7 +42,7 @@ from sigsoftmax.lm.training.saved_runs import SavedRun, check_run_tensors, prefi
 from sigsoftmax.lm.training.updates import Updater
 from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.envelope import to_plain
-from sigsoftmax.records.training import EpochRecord, RunIdentity
+from sigsoftmax.records.schemas.training import EpochRecord, RunIdentity
 
 __all__ = ["Diverged", "Phase", "Progress", "Trainer", "resolve_device", "run_together"]
 

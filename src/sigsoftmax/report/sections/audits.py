@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sigsoftmax.records import Environment
-from sigsoftmax.records.audits import Audit, TargetResult, Truncation
+from sigsoftmax.records.schemas.audits import Audit, TargetResult, Truncation
 from sigsoftmax.report.figures import Axis, Figure, Switch, count_axis, line
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.markup import tag

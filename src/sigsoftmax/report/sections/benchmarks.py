@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sigsoftmax.records import Environment, targets
-from sigsoftmax.records.speed import Measurement
+from sigsoftmax.records.schemas.speed import Measurement
 from sigsoftmax.records.targets import Clause
 from sigsoftmax.report.figures import Axis, Figure, Trace, numbers
 from sigsoftmax.report.markup import plot_text, tag

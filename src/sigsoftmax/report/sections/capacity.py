@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from sigsoftmax.records import Environment
-from sigsoftmax.records.capacity import CapacityResult
+from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.report.figures import Axis, Choice, Figure, Switch, Trace, count_axis, line, thinned, threshold_line
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.section import Absent, Block, Section

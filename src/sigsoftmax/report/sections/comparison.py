@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sigsoftmax.records import Environment
+from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.comparisons import Comparison, comparisons
 from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, numbers
 from sigsoftmax.report.markup import plot_text
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.section import Absent, Block, Section
-from sigsoftmax.report.statistics import Sample, perplexity
 from sigsoftmax.report.tables import sentence
 from sigsoftmax.report.theme import Looks
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sigsoftmax.records import paper
-from sigsoftmax.records.paper import Split, Stage
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.published.paper import Split, Stage
+from sigsoftmax.records.statistics import LEAST_SEEDS, POWER, SIGNIFICANCE, Gap, PairedDifference, Sample
 from sigsoftmax.report.material import changes
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant
-from sigsoftmax.report.statistics import LEAST_SEEDS, POWER, SIGNIFICANCE, Gap, PairedDifference, Sample
 from sigsoftmax.report.tables import DASH, MINUS, Column, Row, Table, signed_text
 from sigsoftmax.report.theme import head_label, same_head
 

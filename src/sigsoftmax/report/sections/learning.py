@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sigsoftmax.records.references import reference_curves
-from sigsoftmax.records.training import EpochRecord, RunIdentity
+from sigsoftmax.records.published.references import reference_curves
+from sigsoftmax.records.schemas.training import EpochRecord, RunIdentity
+from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, line, numbers, thinned
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.markup import plot_text, tag
 from sigsoftmax.report.material import Material, corpus_label, run_label, setting_label, setting_labels
 from sigsoftmax.report.section import Absent, Block, Section
-from sigsoftmax.report.statistics import Sample, perplexity
 from sigsoftmax.report.tables import (
     DASH,
     Cell,

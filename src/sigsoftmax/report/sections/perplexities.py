@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sigsoftmax.records import Environment, paper
-from sigsoftmax.records.paper import PublishedTable, Split, Stage
-from sigsoftmax.records.training import DynamicEvaluationRecord, EpochRecord, RunIdentity
+from sigsoftmax.records import Environment
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.published.paper import PublishedTable, Split, Stage
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, RunIdentity
+from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.material import Material, run_label, setting_label
-from sigsoftmax.report.statistics import Sample, perplexity
 from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table, range_text, sample_text
 from sigsoftmax.report.theme import Looks, head_label, same_head, swatch
 

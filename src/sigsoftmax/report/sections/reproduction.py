@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sigsoftmax.records import paper
-from sigsoftmax.records.paper import PublishedTable
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.published.paper import PublishedTable
 from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, numbers
 from sigsoftmax.report.markup import plot_text, tag
 from sigsoftmax.report.material import Material, corpus_label, run_label

@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sigsoftmax.records import Environment, paper
-from sigsoftmax.records.model_spectra import ModelSpectrum
-from sigsoftmax.records.spectra import RULES, RankBounds, Spectrum
+from sigsoftmax.records import Environment
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
+from sigsoftmax.records.schemas.spectra import RULES, RankBounds, Spectrum
 from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, line, threshold_line
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.material import Material, corpus_label, differing, setting_label, setting_parts

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sigsoftmax.records.sweeps import PairedDifferenceRecord, TrialRecord
+from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
+from sigsoftmax.records.statistics import LEAST_SEEDS, Sample
 from sigsoftmax.report.material import Material, changes, corpus_label
 from sigsoftmax.report.section import Absent, Block, Section
-from sigsoftmax.report.statistics import LEAST_SEEDS, Sample
 from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table, sample_text, seconds_text, sentence, signed_text
 from sigsoftmax.report.theme import Looks, swatch
 

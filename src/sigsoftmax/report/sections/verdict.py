@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 
-from sigsoftmax.records import paper
-from sigsoftmax.records.paper import Stage
-from sigsoftmax.records.sweeps import TrialRecord
-from sigsoftmax.records.training import EpochRecord, RunIdentity
+from sigsoftmax.records.published import paper
+from sigsoftmax.records.published.paper import Stage
+from sigsoftmax.records.schemas.sweeps import TrialRecord
+from sigsoftmax.records.schemas.training import EpochRecord, RunIdentity
+from sigsoftmax.records.statistics import LEAST_SEEDS
 from sigsoftmax.report.comparisons import comparisons
 from sigsoftmax.report.markup import join, tag
 from sigsoftmax.report.material import Material, corpus_label, differing
 from sigsoftmax.report.rankings import KL, RankedHead, Ranking
 from sigsoftmax.report.section import Absent, Block, Section
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant, collect
-from sigsoftmax.report.statistics import LEAST_SEEDS
 from sigsoftmax.report.tables import listed, sentence
 from sigsoftmax.report.theme import Looks, same_head
 from sigsoftmax.report.verdicts import QUESTION, verdict

@@ -1,0 +1,194 @@
+"""The least KL that each output head can reach at a width, on distributions that are known.
+
+Every context has its own free h, and the output matrix and class bias are free too, so what remains is what the head
+cannot express. That is neither training nor generalisation: it says where a gain can and cannot come from.
+
+The problem is not convex. Each fit begins at several starts (the head's narrower solution, every contained head,
+random points) and the best and the spread are reported. Contained solutions are also carried over exactly, so that
+``sigsoftmax <= softmax`` or ``moss <= mos`` hold as they must, whatever the optimiser does.
+
+Shapes: N contexts, M words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sigsoftmax.analysis.capacity.distributions import checksum_of
+from sigsoftmax.analysis.capacity.lbfgs import Budget, minimise
+from sigsoftmax.analysis.capacity.problem import Problem
+from sigsoftmax.analysis.capacity.starts import Solution, contains, disturbed, embedded, random_start, spectral_start
+from sigsoftmax.analysis.spectrum.singular_values import spectrum
+from sigsoftmax.family.heads import Head
+from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
+
+__all__ = ["Fitted", "Stop", "fit", "softmax_width_of_equal_kl"]
+
+
+class Stop(Protocol):
+    """An event of ``threading`` or ``multiprocessing``; a fit that sees it set raises InterruptedError."""
+
+    def is_set(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Parameters of a fitted head, for others to start from."""
+
+    best: Solution
+    """may be a contained solution, carried over exactly"""
+    own: Solution
+    """the best fit of the head itself: from a limit such as softmax as sigsoftmax, nothing leads away"""
+
+
+def fit(
+    log_p_NM: Tensor,
+    head: Head,
+    width: int,
+    *,
+    weights_N: Tensor | None = None,
+    warm: Sequence[Fitted] = (),
+    random_starts: int = 1,
+    least_starts: int = 0,
+    budget: Budget | None = None,
+    seed: int = 0,
+    language: str = "given distributions",
+    stop: Stop | None = None,
+) -> tuple[CapacityResult, Fitted]:
+    """Fit one head at one width. ``warm`` are solutions of the same head at smaller widths, or of contained heads.
+
+    Random starts are ``random_starts``, and as many more as are needed for ``least_starts`` starts in all.
+    """
+    began = time.perf_counter()
+    budget = budget or Budget()
+    problem = Problem(log_p_NM, head, width, weights_N)
+    starts: list[StartResult] = []
+    exact: Solution | None = None
+    fitted: Solution | None = None
+
+    for name, point in _exact_points(problem, warm):
+        solution = Solution(problem, point, problem.kl(problem.log_output(point)))
+        starts.append(StartResult(name=name, kl=solution.kl, iterations=0))
+        exact = solution if exact is None or solution.kl < exact.kl else exact
+
+    def evaluate(x: Tensor) -> tuple[float, Tensor]:
+        if stop is not None and stop.is_set():
+            raise InterruptedError("the fit was stopped")
+        return problem.evaluate(x)
+
+    if exact is not None and exact.kl <= budget.floor:
+        fitted = exact
+    for name, point in (
+        _start_points(problem, log_p_NM, warm, random_starts, least_starts, seed) if fitted is None else ()
+    ):
+        found = minimise(evaluate, point, problem.preconditioner_at, budget)
+        solution = Solution(problem, found.x, problem.kl(problem.log_output(found.x)))
+        starts.append(StartResult(name=name, kl=solution.kl, iterations=max(found.iterations, 1)))
+        fitted = solution if fitted is None or solution.kl < fitted.kl else fitted
+        if solution.kl <= budget.floor:
+            break
+
+    assert fitted is not None
+    best = exact if exact is not None and exact.kl < fitted.kl else fitted
+    singular = spectrum(problem.log_output(fitted.x))
+    result = CapacityResult(
+        language=language,
+        contexts=problem.contexts,
+        words=problem.words,
+        head=str(head),
+        width=width,
+        # KL is not negative; rounding may be.
+        kl=max(best.kl, 0.0),
+        fitted_kl=max(fitted.kl, 0.0),
+        starts=tuple(starts),
+        numbers_per_context=head.numbers_per_context(width),
+        output_parameters=head.output_parameters(problem.words, width),
+        rank_bound=head.rank_bound(problem.words, problem.contexts, width),
+        rank=singular.press32_rank,
+        rank_threshold=singular.press32_threshold,
+        singular_values=singular.singular_values,
+        seed=seed,
+        seconds=time.perf_counter() - began,
+        truth=checksum_of(log_p_NM, problem.weights_N),
+    )
+    return result, Fitted(best, fitted)
+
+
+def softmax_width_of_equal_kl(kl: float, curve: Mapping[int, float], *, floor: float = 1e-6) -> float:
+    """The width at which softmax reaches ``kl``, given KL by width; log KL is interpolated linearly in the width.
+
+    Outside the curve the answer is 0 (softmax is better at every width) or inf (worse at every width).
+    """
+    if not curve or min(curve.values()) < 0.0 or not kl >= 0.0:
+        raise ValueError("expected a KL and a curve of KLs that are not negative, with at least one width")
+    points = [(width, max(curve[width], floor)) for width in sorted(curve)]
+    kl = max(kl, floor)
+    if kl > points[0][1]:
+        return 0.0
+    for (left, left_kl), (right, right_kl) in itertools.pairwise(points):
+        if left_kl >= kl >= right_kl:
+            fall = math.log(left_kl / right_kl)
+            return float(left) if fall == 0.0 else left + (right - left) * math.log(left_kl / kl) / fall
+    return float(points[-1][0]) if kl == points[-1][1] else math.inf
+
+
+# --- starts of a fit ------------------------------------------------------------------------------------------------
+
+
+def _generator(seed: int, problem: Problem, name: str) -> torch.Generator:
+    # By name, so that a start is the same whatever else is fitted, and in whatever order.
+    key = f"{seed}/{problem.head}/{problem.width}/{name}"
+    return torch.Generator().manual_seed(zlib.crc32(key.encode()))
+
+
+def _warm_name(problem: Problem, source: Solution) -> str:
+    return f"width {source.problem.width}" if source.problem.head == problem.head else str(source.problem.head)
+
+
+def _exact_points(problem: Problem, warm: Sequence[Fitted]) -> Iterator[tuple[str, Tensor]]:
+    for source in warm:
+        yield f"{_warm_name(problem, source.best)}, exactly", embedded(source.best, problem)
+
+
+def _start_points(
+    problem: Problem, log_p_NM: Tensor, warm: Sequence[Fitted], random_starts: int, least_starts: int, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    sources = _worth_leaving(problem.head, [fitted.own for fitted in warm])
+    for source in sources:
+        name = f"from {_warm_name(problem, source)}"
+        yield name, disturbed(source, problem, _generator(seed, problem, name))
+    has_spectral = problem.linear_slope is not None and problem.head.components == 1
+    if has_spectral:
+        yield "spectral", spectral_start(problem, log_p_NM)
+    needed = max(least_starts, 0 if warm or problem.head.is_softmax else 1)
+    for number in range(max(random_starts, needed - len(sources) - has_spectral)):
+        name = f"random {number}"
+        yield name, random_start(problem, _generator(seed, problem, name))
+
+
+def _worth_leaving(head: Head, sources: Sequence[Solution]) -> list[Solution]:
+    """Sources that are not contained in another source.
+
+    A mixture does not start from its narrower self if it has another source: the components have settled, and such
+    fits end far above those that start from copies of one component.
+    """
+    others = [source for source in sources if source.problem.head != head]
+    direct = [
+        source
+        for source in others
+        if not any(
+            contains(other.problem.head, source.problem.head) and not contains(source.problem.head, other.problem.head)
+            for other in others
+        )
+    ]
+    narrower = [source for source in sources if source.problem.head == head]
+    return direct + (narrower if head.components == 1 or not direct else [])

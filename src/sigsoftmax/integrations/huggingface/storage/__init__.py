@@ -1,0 +1,1 @@
+"""Saving and loading patched models and their adapters."""

@@ -1,0 +1,300 @@
+"""What is stored of an output function, and how a stored model is kept from running as softmax.
+
+A patched model is saved as transformers saves models, with three differences, each of which stops another kind of
+reader that does not know the output function:
+
+- ``config.json`` has the model type ``sigsoftmax`` and names ``modeling_sigsoftmax.py``, which imports this package;
+- the weight of the output layer, and whatever is tied to it, has the shape (1, V, d) instead of (V, d), so that a class
+  of transformers that is told to load the folder anyway finds a shape that does not fit;
+- the state dict has the entry ``output_function.requires_sigsoftmax``, at which a strict ``load_state_dict`` stops.
+
+Plain softmax changes no probability, and such a model is saved as any reader expects it.
+
+Shapes: d features, V classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from sigsoftmax.integrations.huggingface.patching import receipts
+from sigsoftmax.integrations.huggingface.patching.examination import output_layer
+from sigsoftmax.integrations.huggingface.patching.head_function import LogitAdjustment
+from sigsoftmax.records.atomic_write import atomic_write
+
+KEY = "sigsoftmax"
+"""The entry of a configuration that remembers the output function; also the model type of a guarded checkpoint."""
+FORMAT = 1
+MODULE_FILE = "modeling_sigsoftmax.py"
+ARCHITECTURE = "SigsoftmaxForCausalLM"
+AUTO_MAP = {
+    "AutoConfig": "modeling_sigsoftmax.SigsoftmaxConfig",
+    "AutoModel": "modeling_sigsoftmax.SigsoftmaxModel",
+    "AutoModelForCausalLM": f"modeling_sigsoftmax.{ARCHITECTURE}",
+}
+MODULE_TEXT = '''"""This model has an output function other than softmax, and needs the package sigsoftmax to run.
+
+Loaded as a softmax model it would give wrong probabilities, so nothing but that package loads it.
+"""
+
+from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, SigsoftmaxForCausalLM, SigsoftmaxModel  # noqa: F401
+from sigsoftmax.records.atomic_write import atomic_write
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembered:
+    """What a configuration says of the output function of its model."""
+
+    function: str
+    frozen: tuple[str, ...] = ()
+    num_classes: int
+    adjustment: LogitAdjustment
+    why_stored: str | None = None
+    model_type: str
+    """The model type of the model's own configuration."""
+    architecture: str
+    reshaped: tuple[str, ...] = ()
+    """Parameters that are stored with the shape (1, V, d)."""
+    auto_map: Mapping[str, str] | None = None
+    """That of a model whose own code lies with it."""
+
+    @classmethod
+    def of(cls, config: Any) -> Remembered:
+        found = config.get(KEY) if isinstance(config, Mapping) else getattr(config, KEY, None)
+        if not isinstance(found, Mapping):
+            raise ValueError(
+                "the configuration remembers no output function; name one, as in "
+                "apply_output_function(model, 'sigsoftmax')"
+            )
+        if found.get("format") != FORMAT:
+            raise ValueError(
+                f"the output function is stored in format {found.get('format')!r}, but this version of sigsoftmax "
+                f"reads {FORMAT}; install the version that wrote it, or a newer one"
+            )
+        return cls(
+            function=found["function"],
+            frozen=tuple(found["frozen"]),
+            num_classes=found["num_classes"],
+            adjustment=LogitAdjustment(scale=found["logit_scale"], cap=found["softcap"]),
+            why_stored=found["why_stored"],
+            model_type=found["own_model_type"],
+            architecture=found["architecture"],
+            reshaped=tuple(found["reshaped"]),
+            auto_map=found["auto_map"],
+        )
+
+
+def remember(model: Any) -> None:
+    """Write the output function of a patched model into its configuration."""
+    examined, function = model.examined, model.output_function
+    setattr(
+        model.config,
+        KEY,
+        {
+            "format": FORMAT,
+            **function.remembered(),
+            "num_classes": examined.num_classes,
+            "logit_scale": examined.adjustment.scale,
+            "softcap": examined.adjustment.cap,
+            "why_stored": examined.why_stored,
+            "own_model_type": model.config.model_type,
+            "architecture": type(model).__name__,
+            "reshaped": [] if function.is_plain_softmax else names_of_output_weight(model),
+            "auto_map": None,
+        },
+    )
+
+
+def rename(model: Any) -> None:
+    """Give a patched model a name of which nobody can load its unpatched twin.
+
+    Adapters remember the name of the model they belong to, and whoever loads them loads that model. A trainer that
+    wants a reference model loads the one that the configuration names.
+    """
+    model.name_before_patch = (model.name_or_path, model.config.name_or_path)
+    if not model.output_function.is_plain_softmax:
+        function = model.output_function.described()
+        model.name_or_path = patched_name(function, model.name_or_path)
+        model.config.name_or_path = patched_name(function, model.config.name_or_path)
+
+
+def own_name(model: Any) -> str:
+    """The name under which the weights of a model were loaded, patched or not; empty if they were not."""
+    return str(model.__dict__.get("name_before_patch", (None, model.config.name_or_path))[1] or "")
+
+
+def patched_name(function: str, name: str) -> str:
+    return f"{KEY}[{function}]:{name}"
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """The function and the name in what :func:`patched_name` made; None if it made it not."""
+    head, separator, rest = name.partition("]:")
+    start = f"{KEY}["
+    return (head.removeprefix(start), rest) if separator and head.startswith(start) else None
+
+
+def forget(model: Any) -> None:
+    """Leave no trace of the output function in the configuration, the name and the hooks of a model."""
+    if hasattr(model.config, KEY):
+        delattr(model.config, KEY)
+    if "name_before_patch" in model.__dict__:
+        model.name_or_path, model.config.name_or_path = model.__dict__.pop("name_before_patch")
+    for key, wrapped in list(model._load_state_dict_pre_hooks.items()):
+        if getattr(wrapped, "hook", None) is _restore_shapes:
+            del model._load_state_dict_pre_hooks[key]
+
+
+def names_of_output_weight(model: nn.Module) -> list[str]:
+    """All names that the weight of the output layer has in the state dict; two or more if it is tied."""
+    weight = output_layer(model).weight
+    return [name for name, value in model.named_parameters(remove_duplicate=False) if value is weight]
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+def save(model: Any, save_own: Callable[..., Any], directory: Any, *arguments: Any, **options: Any) -> Any:
+    """``save_pretrained`` of a patched model; ``save_own`` is that of its own class."""
+    receipts.refuse_to_save(model)
+    remember(model)
+    is_adapter = getattr(model, "_hf_peft_config_loaded", False)
+    if model.output_function.is_plain_softmax or is_adapter:
+        return save_own(directory, *arguments, **options)
+    given = dict(inspect.signature(save_own).bind(directory, *arguments, **options).arguments)
+    given = {**given, **given.pop("kwargs", {})}
+    if given.get("distributed_checkpoint"):
+        raise ValueError(
+            "a patched model cannot be saved with distributed_checkpoint=True, which would store its output layer as "
+            "that of a softmax model; leave the argument out"
+        )
+    wants_upload = given.pop("push_to_hub", False)
+    upload = {name: given.pop(name) for name in ("repo_id", "commit_message", "create_pr", "private") if name in given}
+    state = given.pop("state_dict", None)
+    state = dict(model.state_dict() if state is None else state)
+    for name in names_of_output_weight(model):
+        if name in state:
+            state[name] = _guarded_shape(state[name])
+    for name, value in state.items():
+        if name.startswith("output_function.function_parameters.") and value.ndim == 0:
+            state[name] = value.reshape(1)
+    save_own(**given, state_dict=state)
+    folder = Path(directory)
+    if given.get("is_main_process", True) and (folder / "config.json").is_file():
+        guard_configuration(folder)
+        check_guard_of_weights(folder, tuple(output_layer(model).weight.shape))
+    if wants_upload:
+        model.push_to_hub(upload.pop("repo_id", folder.name), **upload)
+    return None
+
+
+def _guarded_shape(weight_Vd: Tensor) -> Tensor:
+    try:
+        return weight_Vd.unsqueeze(0)
+    except NotImplementedError:
+        raise ValueError(
+            f"the weight of the output layer is of the class {type(weight_Vd).__name__}, which cannot be stored with "
+            "the shape that keeps it from being loaded as that of a softmax model; save the model before you quantise "
+            "it, and quantise it again after loading"
+        ) from None
+
+
+def guard_configuration(folder: Path) -> None:
+    """Make the configuration one that needs this package."""
+    path = folder / "config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings[KEY]["auto_map"] = settings.get("auto_map")
+    settings.update(model_type=KEY, architectures=[ARCHITECTURE], auto_map=AUTO_MAP)
+    with atomic_write(folder / MODULE_FILE) as file:
+        file.write(MODULE_TEXT.encode())
+    with atomic_write(path) as file:
+        file.write(f"{json.dumps(settings, indent=2, sort_keys=True)}\n".encode())
+
+
+def check_guard_of_weights(folder: Path, shape: tuple[int, ...]) -> None:
+    """The files must not hold an output layer that a softmax model would accept."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("model*.safetensors"))
+    shapes: list[tuple[int, ...]] = []
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            shapes += [tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()]  # noqa: SIM118
+    if files and (1, *shape) not in shapes:
+        raise RuntimeError(
+            f"{folder} holds the output layer as a softmax model has it, though the configuration there says "
+            "otherwise: the weights were gathered or offloaded in a way that sigsoftmax does not know. Delete what was "
+            "written, and pass a whole state dict, as in model.save_pretrained(folder, state_dict=...)"
+        )
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def read_guarded_checkpoints(model: nn.Module) -> None:
+    """Let ``load_state_dict`` of a patched model, and thereby the Trainer, read what ``save_pretrained`` wrote."""
+    model.register_load_state_dict_pre_hook(_restore_shapes)
+
+
+def _restore_shapes(model: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
+    for name in names_of_output_weight(model):
+        stored = state.get(prefix + name)
+        if stored is not None and stored.ndim == 3 and stored.shape[0] == 1:
+            state[prefix + name] = stored.squeeze(0)
+    for name, value in model.named_parameters():
+        stored = state.get(prefix + name)
+        if stored is not None and name.startswith("output_function.") and stored.numel() == value.numel():
+            state[prefix + name] = stored.reshape(value.shape)
+
+
+def expect_stored_shapes(model: nn.Module, names: Iterable[str]) -> None:
+    """Give parameters the shape in which they are stored, so that transformers can fill them."""
+    for parameter in _parameters(model, names):
+        _replace(model, parameter, nn.Parameter(parameter.detach().unsqueeze(0), parameter.requires_grad))
+
+
+def restore_shapes(model: nn.Module, names: Iterable[str]) -> None:
+    """Undo :func:`expect_stored_shapes` on a model that has been filled."""
+    for parameter in _parameters(model, names):
+        if parameter.is_meta:
+            raise ValueError(
+                "the output layer of a model with an output function cannot be offloaded; give it a device in "
+                "device_map"
+            )
+        _replace(model, parameter, nn.Parameter(parameter.detach().squeeze(0), parameter.requires_grad))
+
+
+def _parameters(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    unique = {id(parameter): parameter for parameter in map(model.get_parameter, names)}
+    return list(unique.values())
+
+
+def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """In every module that holds it: tied weights stay tied."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
+
+
+def fill_from(config: Any) -> None:
+    """Mark a configuration as that of a model which is about to be filled from a guarded checkpoint."""
+    getattr(config, KEY)["is_being_filled"] = True
+
+
+def is_marked(config: Any) -> bool:
+    """Whether :func:`fill_from` marked a configuration; the mark stays."""
+    return bool((getattr(config, KEY, None) or {}).get("is_being_filled"))
+
+
+def is_being_filled(config: Any) -> bool:
+    """Whether :func:`fill_from` marked it; the mark is gone afterwards."""
+    return bool(getattr(config, KEY).pop("is_being_filled", False))

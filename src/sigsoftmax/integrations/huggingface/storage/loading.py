@@ -1,0 +1,183 @@
+"""Loading a model with its output function.
+
+Importing this module makes ``AutoConfig``, ``AutoModelForCausalLM`` and, for the model without its output layer,
+``AutoModel`` of transformers load such models, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sigsoftmax.contract.spec import Function
+from sigsoftmax.family import OutputFunction
+from sigsoftmax.integrations.huggingface.patching.apply import apply_output_function, language_model, patch
+from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched, patched_class
+from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
+
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def from_pretrained(name_or_path: str | os.PathLike[str], *, function: Function | None = None, **options: Any) -> Any:
+    """Load a causal language model with the output function that it was saved with.
+
+    ``name_or_path`` is a folder or a name on the hub, of a model or of an adapter that belongs to one. ``options`` are
+    those of ``AutoModelForCausalLM.from_pretrained``. For a model that remembers no output function, ``function`` says
+    which one to apply. Code that a model brings along is run if ``trust_remote_code=True`` is given; nobody is asked.
+    """
+    path = os.fspath(name_or_path)
+    # Left out, it would make transformers ask at the terminal, and run the code after a `y`.
+    options.setdefault("trust_remote_code", False)
+    hub = {key: options[key] for key in HUB_OPTIONS if key in options}
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    except OSError:
+        settings = {}
+        if not adapters.is_adapter(path, hub):
+            raise
+    if not settings:
+        if not adapters.is_adapter(path, hub):
+            raise ValueError(f"{path} holds no config.json and no adapter_config.json, so there is no model in it")
+        load_model = functools.partial(from_pretrained, function=function)
+        return adapters.load_with_model(path, load_model, patch, **options)
+    if checkpoints.KEY not in settings:
+        if function is None:
+            raise ValueError(
+                f"{path} remembers no output function; name one, as in from_pretrained({path!r}, function='sigsoftmax')"
+            )
+        return apply_output_function(AutoModelForCausalLM.from_pretrained(path, **options), function)
+    remembered = checkpoints.Remembered.of(settings)
+    if function is not None and str(OutputFunction.parse(function)) != remembered.function:
+        raise ValueError(
+            f"{path} was saved with {remembered.function}, not with {function}; load it without function=, and apply "
+            "another one to it afterwards if that is what you want"
+        )
+    return load_remembered(path, settings, **options)
+
+
+def load_adapter(model: Any, path: str | os.PathLike[str]) -> Any:
+    """Put an adapter that was trained on a patched model onto one that is patched alike; returns the PEFT model."""
+    inner: Any = language_model(model)
+    now = inner.output_function.function if is_patched(inner) else None
+    return adapters.load_onto(model, os.fspath(path), now=now)
+
+
+def load_remembered(path: str, settings: Mapping[str, Any], **options: Any) -> Any:
+    """The model that a guarded configuration describes, filled from its files."""
+    remembered = checkpoints.Remembered.of(settings)
+    try:
+        OutputFunction.parse(remembered.function)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} was saved with an output function that is not known here: {error}. One of your own must be "
+            "registered, with register_function, before the model is loaded"
+        ) from None
+    config, own_class = own_classes(path, settings, trust_remote_code=bool(options.get("trust_remote_code")))
+    checkpoints.fill_from(config)
+    wants_report = options.pop("output_loading_info", False)
+    model, report = patched_class(own_class).from_pretrained(path, config=config, output_loading_info=True, **options)
+    checkpoints.restore_shapes(model, remembered.reshaped)
+    model.output_function.freeze()
+    lost = [key for key in report["missing_keys"] if key.startswith("output_function.")]
+    if lost:
+        raise ValueError(
+            f"{path} lacks {', '.join(lost)}: its files do not belong together, or were not written by save_pretrained"
+        )
+    return (model, report) if wants_report else model
+
+
+def own_classes(path: str, settings: Mapping[str, Any], *, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """The configuration as the model's own class reads it, and that class."""
+    remembered = checkpoints.Remembered.of(settings)
+    config_class: Any
+    own_class: Any
+    own: dict[str, Any] = {**settings, "model_type": remembered.model_type, "architectures": [remembered.architecture]}
+    own.pop("auto_map", None)
+    if remembered.auto_map:
+        if not trust_remote_code:
+            raise ValueError(
+                f"{path} is a model with code of its own; look at that code, and pass trust_remote_code=True to run it"
+            )
+        own["auto_map"] = dict(remembered.auto_map)
+        config_class = get_class_from_dynamic_module(remembered.auto_map["AutoConfig"], path)
+        own_class = get_class_from_dynamic_module(remembered.auto_map["AutoModelForCausalLM"], path)
+        own_class.register_for_auto_class("AutoModelForCausalLM")
+        config_class.register_for_auto_class()
+    elif remembered.model_type in CONFIG_MAPPING:
+        config_class = CONFIG_MAPPING[remembered.model_type]
+        own_class = getattr(transformers, remembered.architecture, None)
+        if own_class is None:
+            own_class = AutoModelForCausalLM._model_mapping[config_class]
+    else:
+        raise ValueError(
+            f"{path} holds a {remembered.architecture}, which transformers {transformers.__version__} does not know; "
+            "install a newer version of transformers"
+        )
+    return config_class.from_dict(own), own_class
+
+
+class SigsoftmaxConfig(PreTrainedConfig):
+    """The configuration of a saved model with an output function, as ``AutoConfig`` meets it."""
+
+    model_type = checkpoints.KEY
+
+
+class SigsoftmaxForCausalLM:
+    """What ``AutoModelForCausalLM`` calls to load such a model; the result is of the model's own class, patched."""
+
+    config_class = SigsoftmaxConfig
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str, *, config: Any = None, **options: Any) -> Any:
+        adapter = (options.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
+        if adapter is not None:
+            raise ValueError(
+                f"{adapter} is an adapter of a model with an output function; load it with "
+                "sigsoftmax.integrations.huggingface.from_pretrained"
+            )
+        options.pop("_from_auto", None)
+        if config is None:
+            return from_pretrained(name_or_path, **options)
+        return load_remembered(os.fspath(name_or_path), config.to_dict(), **options)
+
+    @classmethod
+    def _from_config(cls, config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
+        """``AutoModelForCausalLM.from_config`` keeps the permission to itself: ask here for a model with own code."""
+        own_config, own_class = own_classes(config.name_or_path, config.to_dict(), trust_remote_code=trust_remote_code)
+        return patched_class(own_class)._from_config(own_config, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing to do: ``save_pretrained`` of the patched model writes what such a folder needs."""
+
+
+class SigsoftmaxModel:
+    """What ``AutoModel`` calls: it gives the model below the output layer, which has no output function."""
+
+    config_class = SigsoftmaxConfig
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str, **options: Any) -> Any:
+        result = SigsoftmaxForCausalLM.from_pretrained(name_or_path, **options)
+        return (result[0].base_model, result[1]) if isinstance(result, tuple) else result.base_model
+
+    @classmethod
+    def _from_config(cls, config: Any, **options: Any) -> Any:
+        return SigsoftmaxForCausalLM._from_config(config, **options).base_model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing to do, as for :class:`SigsoftmaxForCausalLM`."""
+
+
+AutoConfig.register(checkpoints.KEY, SigsoftmaxConfig, exist_ok=True)
+AutoModelForCausalLM.register(SigsoftmaxConfig, SigsoftmaxForCausalLM, exist_ok=True)
+AutoModel.register(SigsoftmaxConfig, SigsoftmaxModel, exist_ok=True)
+adapters.explain_to_peft(even_if_not_imported=False)

@@ -1,0 +1,170 @@
+"""From a trained softmax model to sigsoftmax in small steps.
+
+The shifted member z + log sigmoid(z + b) tends to softmax as b grows. If no logit lies below z_min, every
+log-probability differs from softmax's by at most exp(-(z_min + b)), so that a large b starts training where the model
+is. A schedule then lowers b, and with b = 0 the function is sigsoftmax.
+
+Shapes: B sequences of L tokens, d features, V classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from sigsoftmax.family import Learned, OutputFunction
+from sigsoftmax.integrations.huggingface.patching.apply import language_model, patch
+from sigsoftmax.integrations.huggingface.patching.causal_loss import LossOptions
+from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched
+
+Model = TypeVar("Model", bound=nn.Module)
+Batch = Tensor | Mapping[str, Any]
+Schedule = Literal["linear", "cosine"] | Callable[[float], float]
+
+MEMBER = "shifted_sigsoftmax"
+
+
+def smallest_logit(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """The smallest logit that a softmax model gives on some text, a sequence at a time.
+
+    A batch is a tensor of token ids (B, L), or the keywords of the model; positions that ``attention_mask`` leaves out
+    do not count.
+    """
+    inner: Any = language_model(model)
+    if is_patched(inner) and not inner.output_function.is_plain_softmax:
+        raise ValueError(
+            f"the logits of this model are those of {inner.output_function.function}; measure it before you patch it"
+        )
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    smallest = math.inf
+    try:
+        for batch in batches:
+            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+            inputs.pop("labels", None)
+            with torch.no_grad():
+                for row in range(inputs["input_ids"].shape[0]):
+                    one = {key: x[row : row + 1] if isinstance(x, Tensor) else x for key, x in inputs.items()}
+                    logits_LV = model(**one, use_cache=False).logits[0]
+                    if (mask := one.get("attention_mask")) is not None:
+                        logits_LV = logits_LV[mask[0].bool()]
+                    if logits_LV.numel():
+                        smallest = min(smallest, float(logits_LV.min()))
+    finally:
+        for module in training:
+            module.training = True
+    if smallest == math.inf:
+        raise ValueError("batches held no token, so there is no smallest logit; pass some text that the model knows")
+    return smallest
+
+
+def shifted_start(model: nn.Module, batches: Iterable[Batch], *, bound: float = 1e-3) -> float:
+    """A shift b with which every log-probability on this text stays within ``bound`` nats of softmax.
+
+    b = log(1 / bound) - z_min. On other text a logit may be smaller than z_min, and the difference greater: take text
+    of the kind you train on, and some margin in the bound.
+    """
+    if not 0.0 < bound < math.inf:
+        raise ValueError(f"bound must be a number of nats greater than 0, got {bound}")
+    return math.log(1.0 / bound) - smallest_logit(model, batches)
+
+
+def retrofit(model: Model, b: float, **options: Any) -> Model:
+    """Give a trained softmax model, in place, the shifted sigsoftmax of a large ``b`` (see :func:`shifted_start`).
+
+    b is a parameter that no optimiser trains and that is saved with the model; :class:`AnnealShift` lowers it.
+    ``options`` are the keywords of :func:`apply_output_function`.
+    """
+    if not math.isfinite(b):
+        raise ValueError(f"b must be a finite number, got {b}")
+    member = OutputFunction(MEMBER, b=Learned(initial=float(b)))
+    patch(language_model(model), member, LossOptions(**options), frozen=("b",))
+    return model
+
+
+class AnnealShift(TrainerCallback):
+    """A callback of the Trainer that moves b from ``start`` to ``end`` over the first ``steps`` optimiser steps.
+
+    ``start`` None is the b that the model has when training begins; a run that is resumed needs it given. ``steps``
+    None is all of training. ``schedule`` is ``"linear"``, ``"cosine"`` or a function from [0, 1] to [0, 1]. Without a
+    Trainer, call :meth:`set` before each step.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: float | None = None,
+        end: float = 0.0,
+        steps: int | None = None,
+        schedule: Schedule = "linear",
+    ) -> None:
+        for name, value in (("start", start), ("end", end)):
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value}")
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps must be 1 or more, got {steps}")
+        if schedule not in ("linear", "cosine") and not callable(schedule):
+            raise ValueError(f"schedule must be 'linear', 'cosine' or a function, got {schedule!r}")
+        self.start, self.end, self.steps, self.schedule = start, end, steps, schedule
+
+    def at(self, step: int) -> float:
+        """b after ``step`` optimiser steps."""
+        if self.start is None or self.steps is None:
+            raise ValueError("start and steps are not known before training begins; give them to AnnealShift")
+        part = min(1.0, step / self.steps)
+        if callable(self.schedule):
+            part = self.schedule(part)
+        elif self.schedule == "cosine":
+            part = 0.5 - 0.5 * math.cos(math.pi * part)
+        # Weighted, so that both ends are met exactly.
+        return (1.0 - part) * self.start + part * self.end
+
+    def set(self, model: nn.Module, step: int) -> float:
+        """Give the model the b of a step, and return it."""
+        value = self.at(step)
+        with torch.no_grad():
+            shift_of(model).fill_(value)
+        return value
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        shift = shift_of(model)
+        if self.start is None:
+            if state.global_step > 0:
+                raise ValueError(
+                    f"this run is resumed at step {state.global_step}, where b has moved already; give AnnealShift the "
+                    "start that it had at first"
+                )
+            self.start = float(shift.detach())
+        if self.steps is None:
+            self.steps = max(1, state.max_steps)
+        self.set(model, state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        # After the optimiser, which trains b where an adapter keeps it, and before the step is evaluated and stored.
+        self.set(model, state.global_step)
+
+
+def shift_of(model: Any) -> nn.Parameter:
+    """The parameter b of a model that was given to :func:`retrofit`."""
+    inner: Any = language_model(getattr(model, "module", model))
+    function = inner.output_function if is_patched(inner) else None
+    shift = function.function_parameters["b"] if function is not None and "b" in function.function_parameters else None
+    if shift is None or shift.numel() != 1:
+        found = "none" if function is None else str(function.function)
+        raise ValueError(
+            f"expected a model with one shift b, as retrofit(model, b) makes it; its output function is {found}"
+        )
+    is_kept_by_adapter = hasattr(function, "modules_to_save")
+    if getattr(inner, "peft_config", None) and not is_kept_by_adapter:
+        raise ValueError(
+            "an adapter stores neither the model nor its shift b, so the shift would be lost; create the adapter with "
+            "modules_to_save=['output_function']"
+        )
+    if shift.requires_grad and not is_kept_by_adapter:
+        raise ValueError("b is trained by the optimiser, so a schedule would fight with it; use retrofit(model, b)")
+    return shift

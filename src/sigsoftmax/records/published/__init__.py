@@ -1,0 +1,1 @@
+"""What others have published: the paper's tables, and the curves of reference implementations."""

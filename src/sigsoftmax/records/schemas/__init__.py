@@ -1,0 +1,1 @@
+"""The payloads of records, one module for each kind of measurement."""

@@ -1,0 +1,79 @@
+"""The output function of a patched model: what counts as plain softmax, composed functions, and kinds of parameters.
+
+Shapes: V classes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from torch import nn
+
+from sigsoftmax import Learned, OutputFunction, register_function
+from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, capped, is_plain_softmax, tempered
+
+SCALAR, PER_CLASS = ParameterKind.SCALAR, ParameterKind.PER_CLASS
+
+
+@pytest.mark.parametrize(
+    ("function", "is_plain"),
+    [
+        (OutputFunction("softmax"), True),
+        (OutputFunction("gss", k=1.0, c=3.0), True),
+        (OutputFunction("softmax", alpha=1.5), False),
+        (OutputFunction("softmax", alpha=torch.tensor(1.0)), False),
+        (OutputFunction("gss", k=Learned(initial=1.0)), False),
+        (OutputFunction("sigsoftmax"), False),
+        (OutputFunction("softcap"), False),
+    ],
+    ids=str,
+)
+def test_plain_softmax_has_the_identity_for_phi(function: OutputFunction, is_plain: bool) -> None:
+    assert is_plain_softmax(function) is is_plain
+
+
+def test_nothing_is_known_of_a_users_identity() -> None:
+    assert not is_plain_softmax(register_function("identity", lambda z: z))
+
+
+def test_a_member_that_happens_to_be_softmax_is_stored_as_what_it_is() -> None:
+    assert HeadFunction("softmax", 4).is_plain_softmax
+    assert not HeadFunction("gss(k=1)", 4).is_plain_softmax
+    assert HeadFunction("gss(k=1)", 4).remembered()["function"] == "gss(k=1.0)"
+
+
+@pytest.mark.parametrize("text", ["softmax", "softmax(alpha=1.5)", "gss(k=1, c=2)", "sigsoftmax", "gss(k=0.2)", "relu"])
+def test_composed_functions_are_compositions(text: str) -> None:
+    member = OutputFunction.parse(text)
+    z = torch.linspace(-50.0, 50.0, 41, dtype=torch.float64)
+    torch.testing.assert_close(tempered(member, 0.7).phi(z), member.phi(z) / 0.7)
+    torch.testing.assert_close(capped(member, 20.0).phi(z), member.phi(20.0 * torch.tanh(z / 20.0)))
+
+
+def test_composed_functions_that_are_members_have_their_kernels() -> None:
+    assert str(tempered(OutputFunction("softmax", alpha=1.5), 0.5)) == "softmax(alpha=3.0)"
+    assert str(tempered(OutputFunction("gss", k=1.0), 0.5)) == "softmax(alpha=2.0)"
+    assert str(capped(OutputFunction("gss", k=1.0), 30.0)) == "softcap(c=30.0)"
+    assert not tempered(OutputFunction("softmax", alpha=torch.tensor(1.5)), 0.5).form.is_builtin
+
+
+def test_kinds_stay_what_they_were_when_scalars_are_held_as_vectors() -> None:
+    own = nn.Parameter(torch.tensor(0.5))
+    for value, held in ((torch.tensor(0.5), (1,)), (Learned(), (1,)), (own, ())):
+        function = HeadFunction(OutputFunction("gss", k=value, c=torch.zeros(4)), 4)
+        assert function.kinds == {"k": SCALAR, "c": PER_CLASS}
+        assert function.function.kinds == function.kinds
+        assert function.function_parameters["k"].shape == held
+        assert [function.differs_by_class(key) for key in ("k", "c")] == [False, True]
+
+
+def test_one_class_has_a_number_per_class_all_the_same() -> None:
+    function = HeadFunction("shifted_sigsoftmax(b=per_class:2)", 1)
+    assert function.differs_by_class("b")
+    assert function.described() == "shifted_sigsoftmax(b=per_class)"
+    function.resize(3)
+    assert function.function_parameters["b"].tolist() == [2.0, 2.0, 2.0]
