@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test test-gpu slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs transcripts screenshots docs docs-serve build package check clean
+.PHONY: help venv browser demo test test-all test-gpu slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs transcripts screenshots docs docs-serve build package check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -23,8 +23,12 @@ venv: $(VENV)/.installed-dev ## create .venv with the package and all developmen
 demo: $(VENV)/.installed-plot,lm,report ## the bottleneck in three minutes: tables, pictures and a page
 	$(BIN)/python -m sigsoftmax demo
 
-test: $(VENV)/.installed-dev ## all tests but the slow ones
+test: $(VENV)/.installed-dev ## the quick tests, with every pair of values of each grid: minutes
 	$(PYTEST) -n $(TEST_PROCESSES) $(ARGS) $(TESTS)
+
+test-all: $(VENV)/.installed-dev ## all tests that need no GPU: grids whole, and the slow ones
+	SIGSOFTMAX_ALL_TESTS=1 $(PYTEST) -n $(TEST_PROCESSES) $(ARGS) $(TESTS)
+	SIGSOFTMAX_ALL_TESTS=1 $(PYTEST) -m slow $(ARGS) $(TESTS)
 
 slow: $(VENV)/.installed-dev ## the tests marked slow
 	$(PYTEST) -m slow $(ARGS) $(TESTS)

@@ -13,6 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+from tests.covering import RUNS_ALL, left_out
 
 from sigsoftmax.family import members
 
@@ -29,6 +30,16 @@ else:
     hypothesis.settings.register_profile("default", deadline=None)
     hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Grids are thinned out, unless one of their cases was asked for by its id, or all tests were."""
+    if RUNS_ALL or any("[" in argument for argument in config.args):
+        return
+    removed = left_out(items)
+    config.hook.pytest_deselected(items=removed)
+    ids = set(map(id, removed))
+    items[:] = [item for item in items if id(item) not in ids]
 
 
 @pytest.fixture(autouse=True)
