@@ -1,5 +1,6 @@
 """Output functions for PyTorch: sigsoftmax and its relatives, with losses and mixtures that are right everywhere."""
 
+from sigsoftmax import _moved
 from sigsoftmax._version import __version__
 from sigsoftmax.family import Learned, OutputFunction, register_function
 from sigsoftmax.layers.mixture import MixtureOutputLayer
@@ -15,6 +16,8 @@ from sigsoftmax.losses.functional import (
     sigsoftmax,
 )
 from sigsoftmax.losses.lowering import explain
+
+_moved.install()
 
 __all__ = [
     "Learned",

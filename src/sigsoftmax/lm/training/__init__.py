@@ -1,1 +1,5 @@
 """Training, evaluation and the files that a run leaves."""
+
+from sigsoftmax._moved import forward_names
+
+__getattr__ = forward_names(__name__)
