@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test test-all test-gpu slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs transcripts screenshots docs docs-serve build package check clean
+.PHONY: help venv browser demo test test-all test-gpu slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs architecture-docs transcripts screenshots docs docs-serve build package check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -87,6 +87,9 @@ reproduction-docs: $(VENV)/.installed-dev ## tables and pictures of docs/reprodu
 
 choosing-docs: $(VENV)/.installed-dev ## tables of docs/choosing.md, from results and benchmarks/records
 	$(BIN)/python benchmarks/write_choosing.py $(ARGS)
+
+architecture-docs: $(VENV)/.installed-dev ## pictures of docs/architecture.md, from the import contract
+	$(BIN)/python benchmarks/architecture_pictures.py
 
 transcripts: $(VENV)/.installed-dev ## what the commands of audit.md, sweeps.md and distributed.md print: minutes
 	$(BIN)/python benchmarks/write_transcripts.py $(ARGS)
