@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from sigsoftmax import torch_internals
 
 
 class ParameterKind(enum.Enum):
-    """What a parameter that is no fixed number holds."""
+    """The kind of a parameter that is no fixed number."""
 
     SCALAR = "scalar"
     """one number for all classes, a tensor of shape ()"""
@@ -46,7 +45,7 @@ Number = float | Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What a member's parameter may be."""
+    """The default of a member's parameter, and the values that it may have."""
 
     default: float
     lower_bound: float = -math.inf
@@ -105,20 +104,17 @@ def _check_number(where: str, number: float, spec: Parameter) -> float:
 
 def parsed_value(text: str, value: str) -> Value:
     """The value of a parameter as it is written in ``text``, the text of a member, which messages quote."""
-    kind: Literal["", "learned", "per_class"] = ""
-    if value.partition(":")[0] in ("learned", "per_class"):
-        kind, _, value = value.partition(":")  # type: ignore[assignment]
+    kind, _, initial = value.partition(":")
+    is_learned = kind in ("learned", "per_class")
     try:
-        number = float(value) if value or not kind else None
+        if not is_learned:
+            return float(value)
+        return Learned(initial=float(initial) if initial else None, per_class=kind == "per_class")
     except ValueError:
         raise ValueError(
-            f"cannot read the value {value!r} in {text!r}; write a number, 'learned', 'learned:0.5', "
-            "'per_class' or 'per_class:0.5'"
+            f"cannot read the value {(initial if is_learned else value)!r} in {text!r}; write a number, 'learned', "
+            "'learned:0.5', 'per_class' or 'per_class:0.5'"
         ) from None
-    if kind:
-        return Learned(initial=number, per_class=kind == "per_class")
-    assert number is not None
-    return number
 
 
 def printed_value(value: Value) -> str:
