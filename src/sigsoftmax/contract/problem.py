@@ -122,6 +122,11 @@ class LossResults(NamedTuple):
     gradients: Sequence[Tensor | None]
     """in the order of ``Operands.differentiable``; None where it is not wanted"""
 
+    @property
+    def extras(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The extras, in the order of ``EXTRAS``."""
+        return self.log_normalizer_NK, self.argmax_N, self.entropy_N
+
 
 class LossPath(Protocol):
     """One way to compute a loss, for all calls with the same specification and signature. It holds no tensors."""

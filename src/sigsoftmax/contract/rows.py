@@ -24,7 +24,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class RowStats(NamedTuple):
-    """The results of the forward reduction of rows, each of shape (R,)."""
+    """Row statistics, each of shape (R,)."""
 
     peak: Tensor
     """the logit that the offset belongs to: where phi is largest, or so near it that sums do not overflow"""

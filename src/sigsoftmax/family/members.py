@@ -12,6 +12,7 @@ Users meet :class:`OutputFunction`: a definition with values for its parameters.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -336,26 +337,16 @@ class OutputFunction:
         """The same member with some parameters replaced."""
         return OutputFunction(self.name, **{**self.given, **parameters})
 
-    @classmethod
-    def parse(cls, text: str | OutputFunction) -> OutputFunction:
+    @staticmethod
+    def parse(text: str | OutputFunction) -> OutputFunction:
         """Read ``"gss"``, ``"gss(k=0.2)"``, ``"gss(k=learned:0.5)"`` or ``"shifted_sigsoftmax(b=per_class:4)"``."""
         if isinstance(text, OutputFunction):
             return text
         if not isinstance(text, str):
             raise ValueError(f"function must be a name or an OutputFunction, got {type(text).__name__}")
-        call = parse_call(text)
-        if call is None:
-            raise ValueError(f"cannot read the output function {text!r}; write it like 'gss(k=0.2)'")
-        parameters: dict[str, Value] = {}
-        for item in filter(None, call.items or ()):
-            pair = key_and_value(item)
-            if pair is None:
-                raise ValueError(f"cannot read {item!r} in {text!r}; write parameters like 'k=0.2'")
-            key, value = pair
-            if key in parameters:
-                raise ValueError(f"parameter {key!r} twice in {text!r}; give it once")
-            parameters[key] = parsed_value(text, value)
-        return cls(call.name, **parameters)
+        if torch.compiler.is_compiling():
+            return _parsed(text)
+        return _parsed_once(text, _registrations)
 
     def __str__(self) -> str:
         inside = ", ".join(f"{key}={printed_value(value)}" for key, value in self.given.items())
@@ -367,6 +358,28 @@ class OutputFunction:
     def __reduce__(self) -> tuple[Callable[..., OutputFunction], tuple[str, dict[str, Value]]]:
         # By name: a definition holds functions, and the reader has its own.
         return _with_values, (self.name, self.given)
+
+
+def _parsed(text: str) -> OutputFunction:
+    call = parse_call(text)
+    if call is None:
+        raise ValueError(f"cannot read the output function {text!r}; write it like 'gss(k=0.2)'")
+    parameters: dict[str, Value] = {}
+    for item in filter(None, call.items or ()):
+        pair = key_and_value(item)
+        if pair is None:
+            raise ValueError(f"cannot read {item!r} in {text!r}; write parameters like 'k=0.2'")
+        key, value = pair
+        if key in parameters:
+            raise ValueError(f"parameter {key!r} twice in {text!r}; give it once")
+        parameters[key] = parsed_value(text, value)
+    return OutputFunction(call.name, **parameters)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_once(text: str, _: int) -> OutputFunction:
+    """Names are read once, until one is registered again."""
+    return _parsed(text)
 
 
 def _with_values(name: str, given: dict[str, Value]) -> OutputFunction:
