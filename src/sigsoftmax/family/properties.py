@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Values = Sequence[float | None]
@@ -26,8 +25,7 @@ class LinearPiece(NamedTuple):
     """None where it depends on a value that is not known."""
 
 
-@dataclass(frozen=True)
-class Properties:
+class Properties(NamedTuple):
     """The properties of a phi for given values of its arguments; None where nothing is known.
 
     The defaults are the answer for a phi that a user registered.
@@ -78,7 +76,7 @@ class Properties:
 def logistic_properties(values: Values) -> Properties:
     """phi(z) = alpha z + beta log sigmoid(z - c); its slope lies between alpha, far right, and alpha + beta."""
     alpha, beta, c = values
-    bound_alpha, bound_beta = (1.0 if value is None else value for value in (alpha, beta))
+    bound_alpha = 1.0 if alpha is None else alpha
     ends = None if alpha is None or beta is None else (alpha + beta, alpha)
     is_affine = None if beta is None else beta == 0.0
     intercept = 0.0 if is_affine else None if beta is None or c is None else -beta * c
@@ -92,7 +90,7 @@ def logistic_properties(values: Values) -> Properties:
         affine_slope=alpha if is_affine else None,
         is_affine=is_affine,
         is_sigsoftmax=None if None in values else alpha == beta == 1.0,
-        steepest=max(abs(bound_alpha), abs(bound_alpha + bound_beta)),
+        steepest=max(abs(bound_alpha), abs(bound_alpha + (1.0 if beta is None else beta))),
         linear_pieces=ends and (LinearPiece("left", ends[0], intercept), LinearPiece("right", ends[1], 0.0)),
         nonlinear_at=c,
     )

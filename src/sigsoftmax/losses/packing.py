@@ -43,7 +43,7 @@ def traced_signature(spec: CallSpec, operands: Operands) -> tuple[TracedSignatur
     """A signature of tensors that torch.compile traces, and the backend that was asked for, or must be."""
     wanted = Wanted.of([wants_gradient(t) for t in operands.differentiable], len(operands.arguments))
     device = operands.input.device if isinstance(operands.input, Tensor) else torch.device("cpu")
-    backend = chosen_backend(spec.backend, os.environ.get(BACKEND_VARIABLE) or None).backend
+    backend, _ = chosen_backend(spec.backend, os.environ.get(BACKEND_VARIABLE) or None)
     if wants_gradient(operands.target) or wants_gradient(operands.class_weight):
         if backend not in (None, REFERENCE):
             raise ValueError(f"backend {backend!r} cannot be used: {NEEDS_AUTOGRAD}; pass backend='reference'")
