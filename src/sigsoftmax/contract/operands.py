@@ -28,9 +28,9 @@ class Operands(NamedTuple):
     token_weights: Any = None
     """(...)"""
     arguments: Sequence[Any] = ()
-    """of the output function's form, those that are tensors: () or (V,)"""
+    """the arguments of the output function's form that are tensors: () or (V,)"""
     prior_arguments: Sequence[Any] = ()
-    """of the form of a mixture's prior, likewise"""
+    """the same of the form of a mixture's prior"""
     shard: Any = None
     """a ``Shard``, where classes are spread over processes: those that other processes hold"""
 

@@ -96,7 +96,7 @@ class CallSpec:
 
     member: MemberSpec
     prior: MemberSpec | None = None
-    """of a mixture"""
+    """the member of a mixture's prior"""
     floor: float = 0.0
     chunk_bytes: int | None = None
     backend: str | None = None

@@ -70,9 +70,9 @@ class LocalHead(NamedTuple):
     member: OutputFunction
     exchange: Exchange
     sizes: tuple[int, ...] | None
-    """of the ranks' classes; None if nobody said"""
+    """the number of classes of each rank; None if nobody said"""
     mesh: Any
-    """of the DTensors; None if the parts came as plain tensors"""
+    """the mesh of the DTensors; None if the parts came as plain tensors"""
 
 
 def own_head(

@@ -30,6 +30,7 @@ from sigsoftmax.family.parameters import (
     Parameter,
     ParameterKind,
     Value,
+    check_number_of_values,
     checked_value,
     parsed_value,
     printed_value,
@@ -283,12 +284,8 @@ class OutputFunction:
                     f"parameter {key!r} of {self.name!r} is to be learned, and only a layer can create it; "
                     f"pass a tensor: OutputFunction({self.name!r}, {key}=tensor)"
                 )
-            differs_by_class = self.kinds.get(key) is ParameterKind.PER_CLASS
-            if isinstance(value, Tensor) and differs_by_class and num_classes not in (None, value.shape[0]):
-                raise ValueError(
-                    f"parameter {key!r} of {self.name!r} has {value.shape[0]} values, but there are {num_classes} "
-                    "classes; give one number, or one per class"
-                )
+            if isinstance(value, Tensor) and num_classes is not None:
+                check_number_of_values(self.name, key, value, num_classes)
             values[key] = value
         return self.definition.arguments(**values)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,15 @@ def checked_value(name: str, key: str, spec: Parameter, value: Value | int) -> t
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{where} must be a number or a tensor, got {type(value).__name__}")
     return _check_number(where, float(value), spec), None
+
+
+def check_number_of_values(name: str, key: str, values: Any, num_classes: int) -> None:
+    """Check that a parameter, or the description of its tensor, holds one number, or one for each class."""
+    if kind_of(values) is ParameterKind.PER_CLASS and values.shape[0] != num_classes:
+        raise ValueError(
+            f"parameter {key!r} of {name!r} has {values.shape[0]} values, but there are {num_classes} "
+            "classes; give one number, or one per class"
+        )
 
 
 def _check_number(where: str, number: float, spec: Parameter) -> float:

@@ -5,7 +5,7 @@ The autograd functions serve calls outside torch.compile, where calls through to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,6 @@ from torch import Tensor
 from sigsoftmax import torch_internals
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.losses.lowering import Lowered
-from sigsoftmax.losses.packing import (
-    DENSE,
-    OPERANDS,
-    gradients_by_field,
-    operand_fields,
-    operands_of,
-    unpacked_gradients,
-)
 
 Gradients = Sequence[Tensor | None]
 """in the order of ``Operands.differentiable``; None where a gradient is not wanted"""
@@ -116,28 +108,3 @@ def not_differentiable_again(outputs: Gradients, through: Sequence[Tensor | None
     present += [tensor for tensor in through if tensor is not None and tensor.requires_grad]
     marked = iter(torch_internals.raising_when_differentiated(NO_SECOND_DERIVATIVE, present))
     return tuple(None if output is None else next(marked) for output in outputs)
-
-
-# The same of ops, whose arguments are packed
-
-
-def save_operands(ctx: Any, given: Mapping[str, Any]) -> None:
-    """Save the operands among an op's arguments for :func:`recomputed_by_op`."""
-    operands = operands_of(given)
-    ctx.arguments = len(operands.arguments)
-    ctx.options = {name: value for name, value in given.items() if name not in OPERANDS}
-    ctx.save_for_backward(*operands.flat)
-
-
-def recomputed_by_op(
-    ctx: Any, op: Callable[..., Sequence[Tensor]], fields: Sequence[str], by_output: Tensor
-) -> tuple[Any, ...]:
-    """The backward of an op whose last results are gradients, if it is given the incoming one."""
-    saved = ctx.saved_tensors
-    operands = Operands.from_flat(saved, ctx.arguments)
-    given = {**ctx.options, **operand_fields(operands), "by_output": by_output}
-    with torch.no_grad():
-        results = op(*(given[name] for name in fields))[-len(DENSE) - 1 :]
-    gradients = unpacked_gradients(results, operands.all_arguments, given["wanted"])
-    gradients = not_differentiable_again(gradients, (by_output, *saved))
-    return gradients_by_field(gradients, fields, ctx.options, ctx.arguments)

@@ -12,17 +12,9 @@ from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import dtypes_of
 from sigsoftmax.contract.signature import signature_inside_op, signature_of
 from sigsoftmax.contract.spec import LogProbsSpec, log_probs_spec
-from sigsoftmax.losses.gradients import Gradients, RecomputingFunction, is_traced, recomputed_by_op, save_operands
+from sigsoftmax.losses.gradients import Gradients, RecomputingFunction, is_traced
 from sigsoftmax.losses.lowering import REFERENCE, Lowered, lower, plain_log_probs
-from sigsoftmax.losses.packing import (
-    fake_gradients,
-    fields_of,
-    pack,
-    packed_gradients,
-    traced_signature,
-    unpack,
-    unpacked_gradients,
-)
+from sigsoftmax.losses.packing import PackedOp, fake_gradients, packed_gradients, traced_signature
 from sigsoftmax.losses.validation import log_probs_problem
 
 
@@ -48,17 +40,14 @@ def _compute(lowered: Lowered, operands: Operands) -> tuple[Tensor]:
 
 
 def _gradients(lowered: Lowered, operands: Operands, by_log_p_NV: Tensor) -> Gradients:
-    problem = lowered.problem
-    if not is_traced(by_log_p_NV):
-        return lowered.path.gradients(operands, by_log_p_NV)
-    backend = problem.spec.backend or problem.signature.backend_variable
-    _, *results = _op(*pack(FIELDS, problem.spec, operands, problem.signature, backend, by_log_p_NV))
-    return unpacked_gradients(results, operands.all_arguments, problem.wanted.flat)
+    if is_traced(by_log_p_NV):
+        return _op.gradients(lowered.problem, operands, by_log_p_NV)
+    return lowered.path.gradients(operands, by_log_p_NV)
 
 
 def _compute_op(input: Tensor, *packed: Any) -> tuple[Tensor, ...]:
     """Log-probabilities without elements and their gradients, or log-probabilities and gradients without elements."""
-    spec, operands, wanted, autocast, by_log_p_NV = unpack(log_probs_spec, FIELDS, (input, *packed))
+    spec, operands, wanted, autocast, by_log_p_NV = _op.unpack((input, *packed))
     lowered = lower(spec, signature_inside_op(operands, wanted, autocast))
     gradients: Gradients = [None] * len(wanted.flat)
     if by_log_p_NV is None:
@@ -98,25 +87,18 @@ def _fake_op(
     return (out_NV, *fake_gradients(operands, needed, input.new_empty(0, dtype=torch.float64)))  # type: ignore[return-value]
 
 
-FIELDS = fields_of(_fake_op)
-_op = torch.library.custom_op(
-    "sigsoftmax::log_probs",
-    _compute_op,
-    mutates_args=(),
-    schema=torch.library.infer_schema(_fake_op, mutates_args=()),
-)
-_op.register_fake(_fake_op)
+_op = PackedOp("sigsoftmax::log_probs", log_probs_spec, _compute_op, _fake_op)
 
 
 def _op_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    save_operands(ctx, dict(zip(FIELDS, inputs, strict=True)))
+    ctx.save_for_backward(*_op.keep_options(ctx, inputs).flat)
 
 
 def _op_backward(ctx: Any, by_log_p_NV: Tensor, *_: Any) -> tuple[Any, ...]:
-    return recomputed_by_op(ctx, _op, FIELDS, by_log_p_NV)
+    return _op.recomputed(ctx, by_log_p_NV)
 
 
-_op.register_autograd(_op_backward, setup_context=_op_context)
+_op.op.register_autograd(_op_backward, setup_context=_op_context)
 
 
 def _traced_log_probs(spec: LogProbsSpec, operands: Operands) -> Tensor:
@@ -124,5 +106,5 @@ def _traced_log_probs(spec: LogProbsSpec, operands: Operands) -> Tensor:
     problem = log_probs_problem(spec, signature)
     if backend == REFERENCE:
         return plain_log_probs(problem, operands)
-    out_NV = _op(*pack(FIELDS, spec, operands, signature, backend))[0]
+    out_NV = _op.op(*_op.pack(spec, operands, signature, backend))[0]
     return out_NV.view(*problem.leading, problem.num_classes)

@@ -26,18 +26,13 @@ from sigsoftmax.losses.gradients import (
     StoringFunction,
     is_traced,
     not_differentiable_again,
-    recomputed_by_op,
-    save_operands,
 )
 from sigsoftmax.losses.lowering import REFERENCE, Lowered, lower, plain_loss
 from sigsoftmax.losses.packing import (
+    PackedOp,
     fake_gradients,
-    fields_of,
-    gradients_by_field,
-    pack,
     packed_gradients,
     traced_signature,
-    unpack,
     unpacked_gradients,
 )
 from sigsoftmax.losses.validation import loss_problem
@@ -79,12 +74,9 @@ def _compute(lowered: Lowered, operands: Operands) -> tuple[Any, ...]:
 
 
 def _gradients(lowered: Lowered, operands: Operands, by_losses: Tensor) -> Gradients:
-    problem = lowered.problem
-    if not is_traced(by_losses) or operands.shard is not None:
-        return lowered.path.compute(operands, by_losses).gradients
-    backend = problem.spec.backend or problem.signature.backend_variable
-    results = _loss_op(*pack(FIELDS, problem.spec, operands, problem.signature, backend, by_losses))
-    return unpacked_gradients(results[5:], operands.all_arguments, problem.wanted.flat)
+    if is_traced(by_losses) and operands.shard is None:
+        return _loss_op.gradients(lowered.problem, operands, by_losses)
+    return lowered.path.compute(operands, by_losses).gradients
 
 
 def _extras(problem: Problem[LossSpec], values: Sequence[Optional[Tensor]]) -> Extras:
@@ -116,7 +108,7 @@ def _reference_loss(problem: Problem[LossSpec], operands: Operands) -> Union[Ten
 
 def _compute_op(input: Tensor, *packed: Any) -> tuple[Tensor, ...]:
     """All results as tensors: what is absent has no elements."""
-    spec, operands, wanted, autocast, by_losses = unpack(loss_spec, FIELDS, (input, *packed))
+    spec, operands, wanted, autocast, by_losses = _loss_op.unpack((input, *packed))
     lowered = lower(spec, signature_inside_op(operands, wanted, autocast))
     results: LossResults = lowered.path.compute(operands, by_losses)
     numbers = input.new_empty(0, dtype=lowered.problem.compute_dtype)
@@ -182,39 +174,31 @@ def _fake_op(
     )
 
 
-FIELDS = fields_of(_fake_op)
-_loss_op = torch.library.custom_op(
-    "sigsoftmax::loss",
-    _compute_op,
-    mutates_args=(),
-    schema=torch.library.infer_schema(_fake_op, mutates_args=()),
-)
-_loss_op.register_fake(_fake_op)
+_loss_op = PackedOp("sigsoftmax::loss", loss_spec, _compute_op, _fake_op)
 
 
 def _op_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    given = dict(zip(FIELDS, inputs, strict=True))
     ctx.set_materialize_grads(False)
-    save_operands(ctx, given)
-    if given["reduction"] != "none":
+    operands = _loss_op.keep_options(ctx, inputs)
+    if ctx.options["reduction"] == "none":
+        ctx.save_for_backward(*operands.flat)
+    else:
         _, losses, _, _, _, *gradients = output
-        ctx.save_for_backward(losses, *gradients, *given["arguments"], *given["prior_arguments"])
+        ctx.save_for_backward(losses, *gradients, *operands.all_arguments)
 
 
 def _op_backward(ctx: Any, by_loss: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
     if by_loss is None:
-        return gradients_by_field((), FIELDS, ctx.options, 0)
+        return _loss_op.by_argument(ctx, [None] * len(ctx.options["wanted"]))
     if ctx.options["reduction"] == "none":
-        return recomputed_by_op(ctx, _loss_op, FIELDS, by_loss)
+        return _loss_op.recomputed(ctx, by_loss)
     losses, *stored = ctx.saved_tensors
-    results, arguments = stored[:6], stored[6:]
-    scaled = [t.detach() * by_loss.to(t.dtype) for t in results]
-    gradients = unpacked_gradients(scaled, arguments, ctx.options["wanted"])
-    gradients = not_differentiable_again(gradients, (by_loss, losses))
-    return gradients_by_field(gradients, FIELDS, ctx.options, ctx.arguments)
+    scaled = [t.detach() * by_loss.to(t.dtype) for t in stored[:6]]
+    gradients = unpacked_gradients(scaled, stored[6:], ctx.options["wanted"])
+    return _loss_op.by_argument(ctx, not_differentiable_again(gradients, (by_loss, losses)))
 
 
-_loss_op.register_autograd(_op_backward, setup_context=_op_context)
+_loss_op.op.register_autograd(_op_backward, setup_context=_op_context)
 
 
 def _traced_loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tensor, Extras]]:
@@ -224,7 +208,7 @@ def _traced_loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tens
     problem = loss_problem(spec, signature)
     if backend == REFERENCE:
         return _reference_loss(problem, operands)
-    total, _, *results = _loss_op(*pack(FIELDS, spec, operands, signature, backend))
+    total, _, *results = _loss_op.op(*_loss_op.pack(spec, operands, signature, backend))
     if spec.extras is None:
         return total
     return total, _extras(problem, results[:3])

@@ -1,8 +1,8 @@
-"""Specifications, operands and gradients as the flat arguments and results of an op, and back.
+"""Calls as flat arguments of an op, and gradients as its results.
 
 An op of torch.library takes tensors, numbers and texts. Numbers stay numbers, so that torch.compile may make symbols
-of them. The names of an op's arguments are those of its schema (:func:`fields_of`); an argument that is no operand, and
-has no entry in :func:`pack`, is the field of that name of the specification.
+of them. The names of an op's arguments are those of its schema; an argument that is no operand, and has no entry in
+:meth:`PackedOp.pack`, is the field of that name of the specification.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch import Tensor
 
 from sigsoftmax import family
 from sigsoftmax.contract.operands import Operands, Wanted
+from sigsoftmax.contract.problem import Problem
 from sigsoftmax.contract.signature import BACKEND_VARIABLE, Signature, autocast_dtype, wants_gradient
 from sigsoftmax.contract.spec import EXTRAS, CallSpec, MemberSpec
 from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.losses.gradients import Gradients, not_differentiable_again
 from sigsoftmax.losses.lowering import NEEDS_AUTOGRAD, REFERENCE, chosen_backend
 
 KINDS: tuple[ParameterKind | None, ...] = (None, ParameterKind.SCALAR, ParameterKind.PER_CLASS)
 """The kind of a form's argument by its number in an op; the first is a fixed number."""
-TENSORS = Operands._fields[:7]
 OPERANDS = Operands._fields[:9]
 DENSE = ("input", "weight", "bias", "prior_logits", "token_weights")
 """The operands that may want a gradient, besides the arguments of forms."""
@@ -51,64 +52,93 @@ def traced_signature(spec: CallSpec, operands: Operands) -> tuple[TracedSignatur
     return TracedSignature(operands, wanted, autocast_dtype(device)), backend
 
 
-def fields_of(schema: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of an op's arguments, from the function that its schema is read from."""
-    return tuple(inspect.signature(schema).parameters)
+class PackedOp:
+    """An op of torch.library whose arguments are a packed call, and whose last results are packed gradients.
 
+    The gradients are those of its first result if it is given the incoming gradient, ``by_output``. Its schema is read
+    from its fake. ``make_spec`` is ``loss_spec`` or ``log_probs_spec``.
+    """
 
-def pack(
-    fields: Sequence[str],
-    spec: CallSpec,
-    operands: Operands,
-    signature: Signature | TracedSignature,
-    backend: str | None,
-    by_output: Tensor | None = None,
-) -> tuple[Any, ...]:
-    """The arguments of an op; with ``by_output``, the incoming gradient, it computes gradients."""
-    given = {
-        **operand_fields(operands),
-        **_packed_member("", spec.member),
-        **_packed_member("prior_", spec.prior),
-        "by_output": by_output,
-        "extras": [name in (getattr(spec, "extras", None) or ()) for name in EXTRAS],
-        "backend": backend,
-        "autocast": signature.autocast,
-        "wanted": list(signature.wanted.flat),
-    }
-    return tuple(given[name] if name in given else getattr(spec, name) for name in fields)
+    def __init__(
+        self, name: str, make_spec: Callable[..., CallSpec], compute: Callable[..., Any], fake: Callable[..., Any]
+    ) -> None:
+        self.make_spec = make_spec
+        self.fields = tuple(inspect.signature(fake).parameters)
+        schema = torch.library.infer_schema(fake, mutates_args=())
+        self.op = torch.library.custom_op(name, compute, mutates_args=(), schema=schema)
+        self.op.register_fake(fake)
 
+    def pack(
+        self,
+        spec: CallSpec,
+        operands: Operands,
+        signature: Signature | TracedSignature,
+        backend: str | None,
+        by_output: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        """The arguments of the op."""
+        given = {
+            **_packed_operands(operands),
+            **_packed_member("", spec.member),
+            **_packed_member("prior_", spec.prior),
+            "by_output": by_output,
+            "extras": [name in (getattr(spec, "extras", None) or ()) for name in EXTRAS],
+            "backend": backend,
+            "autocast": signature.autocast,
+            "wanted": list(signature.wanted.flat),
+        }
+        return tuple(given[name] if name in given else getattr(spec, name) for name in self.fields)
 
-class Unpacked(NamedTuple):
-    """The arguments of an op, put together again."""
+    def unpack(self, packed: Sequence[Any]) -> tuple[Any, Operands, Wanted, torch.dtype | None, Tensor | None]:
+        """The inverse of :meth:`pack`: specification, operands, wanted gradients, autocast's dtype, ``by_output``."""
+        given = dict(zip(self.fields, packed, strict=True))
+        options = {name: value for name, value in given.items() if name not in NO_OPTIONS}
+        for name, prefix in (("member", ""), ("prior", "prior_")):
+            form, numbers, kinds = (options.pop(prefix + field) for field in ("form", "values", "kinds"))
+            if form is not None:
+                values = tuple(KINDS[kind] or float(number) for number, kind in zip(numbers, kinds, strict=True))
+                options[name] = MemberSpec(form, family.form_by_name(form), values)
+        if "extras" in given:
+            asked = zip(EXTRAS, given["extras"], strict=True)
+            options["extras"] = tuple(name for name, is_asked in asked if is_asked) or None
+        operands = _unpacked_operands(given)
+        wanted = Wanted.of(given["wanted"], len(operands.arguments))
+        return self.make_spec(**options), operands, wanted, given["autocast"], given["by_output"]
 
-    spec: Any
-    operands: Operands
-    wanted: Wanted
-    autocast: torch.dtype | None
-    by_output: Tensor | None
+    def gradients(self, problem: Problem[Any], operands: Operands, by_output: Tensor) -> Gradients:
+        """The gradients of a call that was made outside torch.compile, while its backward is traced."""
+        backend = problem.spec.backend or problem.signature.backend_variable
+        results = self.op(*self.pack(problem.spec, operands, problem.signature, backend, by_output))
+        return unpacked_gradients(results, operands.all_arguments, problem.wanted.flat)
 
+    def keep_options(self, ctx: Any, inputs: Sequence[Any]) -> Operands:
+        """Keep the arguments for the op's backward, except its operands, which the caller is to save."""
+        given = dict(zip(self.fields, inputs, strict=True))
+        operands = _unpacked_operands(given)
+        ctx.arguments = len(operands.arguments)
+        ctx.options = {name: value for name, value in given.items() if name not in OPERANDS}
+        return operands
 
-def unpack(make_spec: Callable[..., CallSpec], fields: Sequence[str], packed: Sequence[Any]) -> Unpacked:
-    """The inverse of :func:`pack`; ``make_spec`` is ``loss_spec`` or ``log_probs_spec``."""
-    given = dict(zip(fields, packed, strict=True))
-    options = {name: value for name, value in given.items() if name not in NO_OPTIONS}
-    for name, prefix in (("member", ""), ("prior", "prior_")):
-        form, numbers, kinds = (options.pop(prefix + field) for field in ("form", "values", "kinds"))
-        if form is not None:
-            values = tuple(KINDS[kind] or float(number) for number, kind in zip(numbers, kinds, strict=True))
-            options[name] = MemberSpec(form, family.form_by_name(form), values)
-    if "extras" in given:
-        asked = zip(EXTRAS, given["extras"], strict=True)
-        options["extras"] = tuple(name for name, is_asked in asked if is_asked) or None
-    operands = operands_of(given)
-    wanted = Wanted.of(given["wanted"], len(operands.arguments))
-    return Unpacked(make_spec(**options), operands, wanted, given["autocast"], given["by_output"])
+    def recomputed(self, ctx: Any, by_output: Tensor) -> tuple[Any, ...]:
+        """The backward of an op that saved its operands."""
+        saved = ctx.saved_tensors
+        operands = Operands.from_flat(saved, ctx.arguments)
+        given = {**ctx.options, **_packed_operands(operands), "by_output": by_output}
+        with torch.no_grad():
+            results = self.op(*(given[name] for name in self.fields))
+        gradients = unpacked_gradients(results, operands.all_arguments, given["wanted"])
+        return self.by_argument(ctx, not_differentiable_again(gradients, (by_output, *saved)))
+
+    def by_argument(self, ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
+        """The return values of the op's backward; torch takes an empty list for one of tensors, and wants one back."""
+        by_arguments = list(gradients[len(DENSE) :])
+        given: dict[str, Any] = dict(zip(DENSE, gradients, strict=False))
+        given |= {"arguments": by_arguments[: ctx.arguments], "prior_arguments": by_arguments[ctx.arguments :]}
+        return tuple(given.get(name, [] if ctx.options.get(name) == [] else None) for name in self.fields)
 
 
 def _packed_member(prefix: str, member: MemberSpec | None) -> dict[str, Any]:
-    name: str | None = None
-    numbers: list[float] = []
-    kinds: list[int] = []
+    name, numbers, kinds = None, [], []
     if member is not None:
         name = member.form.name
         numbers = [0.0 if value is None else value for value in member.numbers]
@@ -116,26 +146,20 @@ def _packed_member(prefix: str, member: MemberSpec | None) -> dict[str, Any]:
     return {f"{prefix}form": name, f"{prefix}values": numbers, f"{prefix}kinds": kinds}
 
 
-def operand_fields(operands: Operands) -> dict[str, Any]:
-    """The operands by the names of an op's arguments."""
-    tensors = dict(zip(TENSORS, operands, strict=False))
-    return tensors | {"arguments": list(operands.arguments), "prior_arguments": list(operands.prior_arguments)}
+def _packed_operands(operands: Operands) -> dict[str, Any]:
+    lists = {"arguments": list(operands.arguments), "prior_arguments": list(operands.prior_arguments)}
+    return dict(zip(OPERANDS, operands, strict=False)) | lists
 
 
-def operands_of(given: Mapping[str, Any]) -> Operands:
-    """The operands among an op's arguments."""
+def _unpacked_operands(given: Mapping[str, Any]) -> Operands:
     operands: dict[str, Any] = {name: given.get(name) for name in OPERANDS}
     return Operands(**operands)
 
 
-# Gradients as results of an op: one tensor for each of DENSE, and one for all arguments of forms together
+def packed_gradients(gradients: Gradients, operands: Operands, numbers: Tensor) -> list[Tensor]:
+    """Gradients as results: one tensor for each of DENSE, and one for all arguments together, 0 where not wanted.
 
-
-def packed_gradients(gradients: Sequence[Tensor | None], operands: Operands, numbers: Tensor) -> list[Tensor]:
-    """Gradients in the order of ``Operands.differentiable`` as results; one that is absent has no elements.
-
-    Those of arguments are joined in one vector like ``numbers``, 0 where one is not wanted. Outputs of an op must not
-    share memory, be they empty.
+    One that is absent has no elements. Outputs of an op must not share memory, be they empty.
     """
     dense, by_arguments = gradients[: len(DENSE)], gradients[len(DENSE) :]
     joined = torch.empty_like(numbers)
@@ -151,38 +175,24 @@ def packed_gradients(gradients: Sequence[Tensor | None], operands: Operands, num
 
 def fake_gradients(operands: Operands, wanted: Sequence[bool], numbers: Tensor) -> list[Tensor]:
     """Tensors of the shapes and dtypes of :func:`packed_gradients`."""
-    tensors = operands.differentiable[: len(DENSE)]
+
+    def fake(tensor: Tensor | None, is_wanted: bool) -> Tensor:
+        if tensor is None or not is_wanted:
+            return torch.empty_like(numbers)
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
     count = sum(a.numel() for a in operands.all_arguments) if any(wanted[len(DENSE) :]) else 0
-    return [
-        *(
-            torch.empty_like(t, memory_format=torch.contiguous_format)
-            if t is not None and needed
-            else torch.empty_like(numbers)
-            for t, needed in zip(tensors, wanted[: len(DENSE)], strict=True)
-        ),
-        numbers.new_empty(count),
-    ]
+    tensors = operands.differentiable[: len(DENSE)]
+    return [*map(fake, tensors, wanted), numbers.new_empty(count)]
 
 
-def unpacked_gradients(
-    results: Sequence[Tensor], arguments: Sequence[Tensor], wanted: Sequence[bool]
-) -> Sequence[Tensor | None]:
-    """The inverse of :func:`packed_gradients`; None where a gradient is not wanted."""
-    *dense, joined = results
-    pieces: Sequence[Tensor | None] = [None] * len(arguments)
-    if any(wanted[len(dense) :]):
+def unpacked_gradients(results: Sequence[Tensor], arguments: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
+    """The inverse of :func:`packed_gradients`, from the last results of an op; None where one is not wanted."""
+    *dense, joined = results[-len(DENSE) - 1 :]
+    pieces: Gradients = [None] * len(arguments)
+    if any(wanted[len(DENSE) :]):
         pieces = [
             piece.view(a.shape).to(a.device, a.dtype)
             for piece, a in zip(torch.split(joined, [a.numel() for a in arguments]), arguments, strict=True)
         ]
     return [g if want else None for g, want in zip((*dense, *pieces), wanted, strict=True)]
-
-
-def gradients_by_field(
-    gradients: Sequence[Tensor | None], fields: Sequence[str], options: Mapping[str, Any], arguments: int
-) -> tuple[Any, ...]:
-    """The return values of an op's backward; torch takes an empty list for one of tensors, and wants one back."""
-    by_arguments = list(gradients[len(DENSE) :])
-    given: dict[str, Any] = dict(zip(DENSE, gradients, strict=False))
-    given |= {"arguments": by_arguments[:arguments], "prior_arguments": by_arguments[arguments:]}
-    return tuple(given.get(name, [] if options.get(name) == [] else None) for name in fields)
