@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Unpack, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -36,30 +36,31 @@ from sigsoftmax.distributed.classes import ClassShards, LocalHead, own_head, own
 from sigsoftmax.distributed.exchange import sum_gradients
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.parameters import ParameterKind
-from sigsoftmax.losses.functional import LinearLossOptions, MixtureLossOptions
+from sigsoftmax.losses.functional import LinearLossKeywords, MixtureLossKeywords
 from sigsoftmax.losses.op import Extras, loss
 from sigsoftmax.losses.validation import check_floating, check_prior, check_product, check_tensor
 
 
-class _ParallelOptions(LinearLossOptions, total=False):
+class _Division(TypedDict, total=False):
     group: dist.ProcessGroup | None
     shards: ClassShards | None
 
 
-class _ParallelMixtureOptions(MixtureLossOptions, total=False):
-    group: dist.ProcessGroup | None
-    shards: ClassShards | None
+class _ParallelKeywords(LinearLossKeywords, _Division, total=False): ...
+
+
+class _ParallelMixtureKeywords(MixtureLossKeywords, _Division, total=False): ...
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: None = ..., **options: Unpack[_ParallelOptions]
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: None = ..., **options: Unpack[_ParallelKeywords]
 ) -> Tensor: ...
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: Sequence[str], **options: Unpack[_ParallelOptions]
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: Sequence[str], **options: Unpack[_ParallelKeywords]
 ) -> tuple[Tensor, Extras]: ...
 
 
@@ -120,7 +121,7 @@ def mixture_cross_entropy(
     target: Tensor,
     *,
     extras: None = ...,
-    **options: Unpack[_ParallelMixtureOptions],
+    **options: Unpack[_ParallelMixtureKeywords],
 ) -> Tensor: ...
 
 
@@ -132,7 +133,7 @@ def mixture_cross_entropy(
     target: Tensor,
     *,
     extras: Sequence[str],
-    **options: Unpack[_ParallelMixtureOptions],
+    **options: Unpack[_ParallelMixtureKeywords],
 ) -> tuple[Tensor, Extras]: ...
 
 

@@ -62,14 +62,11 @@ class Head:
         """True if it is log-linear: a single component of a linear phi."""
         return self.components == 1 and self.function.is_linear
 
-    def learned(self, words: int) -> dict[str, tuple[float, tuple[int, ...]]]:
+    def learned(self, num_classes: int) -> dict[str, tuple[float, tuple[int, ...]]]:
         """The parameters of phi that are fitted too: name -> (first value, shape)."""
-        found: dict[str, tuple[float, tuple[int, ...]]] = {}
-        for key, value in self.function.parameters.items():
-            if isinstance(value, Learned):
-                default = self.function.definition.parameters[key].default
-                found[key] = (default if value.initial is None else value.initial, (words,) if value.per_class else ())
-        return found
+        known = self.function.definition.parameters
+        values = self.function.parameters.items()
+        return {key: v.start(known[key].default, num_classes) for key, v in values if isinstance(v, Learned)}
 
     def with_learned(self, values: dict[str, Tensor]) -> OutputFunction:
         return self.function.with_parameters(**values) if values else self.function
@@ -78,11 +75,11 @@ class Head:
         """Free numbers that a context may choose: its h, or K of them and a prior."""
         return self.components * width + self.components - 1
 
-    def output_parameters(self, words: int, width: int) -> int:
+    def output_parameters(self, num_classes: int, width: int) -> int:
         """Numbers shared by all contexts: the output matrix, the class bias, and what phi learns."""
-        return words * (width + 1) + sum(math.prod(shape) for _, shape in self.learned(words).values())
+        return num_classes * (width + 1) + sum(math.prod(shape) for _, shape in self.learned(num_classes).values())
 
-    def rank_bound(self, words: int, contexts: int, width: int) -> int:
+    def rank_bound(self, num_classes: int, contexts: int, width: int) -> int:
         """The largest rank of log f in theory: width + 2 (h, class bias, normaliser) for a linear phi, else full."""
-        full = min(words, contexts)
+        full = min(num_classes, contexts)
         return min(full, width + 2) if self.is_softmax else full

@@ -39,6 +39,10 @@ class Learned:
     def kind(self) -> ParameterKind:
         return ParameterKind.PER_CLASS if self.per_class else ParameterKind.SCALAR
 
+    def start(self, default: float, num_classes: int) -> tuple[float, tuple[int, ...]]:
+        """The first value and the shape of the parameter."""
+        return (default if self.initial is None else self.initial), (num_classes,) if self.per_class else ()
+
 
 Value = float | Tensor | Learned
 Number = float | Tensor

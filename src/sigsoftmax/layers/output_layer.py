@@ -43,8 +43,7 @@ class FunctionModule(nn.Module):
                         f"parameter {key!r} of {member.name!r} cannot be learned per class here, since the number of "
                         "classes is not known; pass a tensor"
                     )
-                shape = (num_classes,) if value.per_class and num_classes is not None else ()
-                initial = spec.default if value.initial is None else value.initial
+                initial, shape = value.start(spec.default, num_classes or 0)
                 self.function_parameters[key] = nn.Parameter(torch.full(shape, float(initial)))
             elif isinstance(value, nn.Parameter):
                 self.function_parameters[key] = value
