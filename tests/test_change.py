@@ -19,8 +19,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "sigsoftmax"
 ROAD = ("backends", "contract", "losses")
 """folders of the road; those who call the public functions pass options on by their names"""
 
-PUBLIC = {"losses/functional.py", "losses/packing.py", "losses/op.py", "contract/spec.py"}
-"""what lists the options one by one: public functions, the specification, and the schema of the op with its packing"""
+PUBLIC = {"losses/functional.py", "losses/op.py", "contract/spec.py"}
+"""what lists the options one by one: public functions, the specification, and the schema of the op"""
 ARITHMETIC = {"contract/tokens.py", "backends/reference.py"}
 FUSED = {"backends/triton/fused.py", "backends/triton/fused_mixture.py"}
 LAUNCHES = FUSED | {"backends/triton/few_launches.py"}

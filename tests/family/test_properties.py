@@ -1,4 +1,4 @@
-"""What is known of phi, held against its formula in mpmath with more digits than the answers need."""
+"""The known properties of phi, held against its formula in mpmath with more digits than the answers need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sigsoftmax.family.formulas import LOGISTIC, RELU, SOFTCAP
 from sigsoftmax.family.properties import Properties
 
 EXACT = mpmath.mpf(10) ** -60
-"""What is 0 in formulas, and the rounding of 120 digits is not."""
+"""A bound for numbers that are 0 in formulas, and not after rounding to 120 digits."""
 
 
 def learned(value: float) -> torch.Tensor:
@@ -50,12 +50,12 @@ class Case:
 
     @property
     def width(self) -> float:
-        """The unit in which the bend of every member is a few wide."""
+        """The unit in which the nonlinearity of every member is a few wide."""
         return self.numbers["c"] if self.function.name == "softcap" else 1.0
 
     @property
     def points(self) -> list[mpmath.mpf]:
-        """Evenly spaced, to both sides of the bend as far as 120 digits tell phi from its asymptotes."""
+        """Evenly spaced, to both sides of the nonlinearity as far as 120 digits tell phi from its asymptotes."""
         middle = mpmath.mpf(self.function.properties.nonlinear_at or 0.0)
         return [middle + self.width * mpmath.mpf(step) for step in range(-60, 61)]
 
@@ -143,15 +143,15 @@ def test_the_line_between_two_parallel_asymptotes_is_the_tangent_halfway(known: 
     )
     assert ("centre" in pieces) is is_bent_between
     if is_bent_between:
-        bend = known.function.properties.nonlinear_at
-        assert bend is not None
-        assert known.phi(bend) == (pieces["left"].intercept + pieces["right"].intercept) / 2  # type: ignore[operator]
-        assert known.phi(bend) == pieces["centre"].slope * bend + pieces["centre"].intercept  # type: ignore[operator]
-        assert abs(known.slope(bend) - pieces["centre"].slope) < 1e-30
+        centre = known.function.properties.nonlinear_at
+        assert centre is not None
+        assert known.phi(centre) == (pieces["left"].intercept + pieces["right"].intercept) / 2  # type: ignore[operator]
+        assert known.phi(centre) == pieces["centre"].slope * centre + pieces["centre"].intercept  # type: ignore[operator]
+        assert abs(known.slope(centre) - pieces["centre"].slope) < 1e-30
 
 
 @every_case
-def test_phi_bends_where_its_slope_changes_most(known: Case) -> None:
+def test_phi_is_nonlinear_where_its_slope_changes_most(known: Case) -> None:
     properties = known.function.properties
     if properties.is_affine:
         return
@@ -164,7 +164,7 @@ def test_phi_bends_where_its_slope_changes_most(known: Case) -> None:
 @every_case
 def test_softmax_and_sigsoftmax_are_recognised_by_their_values(known: Case) -> None:
     properties = known.function.properties
-    # Around the bend: far from it everything is a softmax as far as float64 can tell.
+    # Around the nonlinearity: far from it everything is a softmax as far as float64 can tell.
     shift = properties.nonlinear_at or 0.0
     z = shift + torch.linspace(-9.0, 9.0, 31, dtype=torch.float64)
     log_f = torch.log_softmax(known.function.phi(z).detach(), -1)
