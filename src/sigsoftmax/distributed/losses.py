@@ -36,7 +36,7 @@ from sigsoftmax.distributed.classes import ClassShards, LocalHead, own_head, own
 from sigsoftmax.distributed.exchange import sum_gradients
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.parameters import ParameterKind
-from sigsoftmax.losses.functional import LinearLossKeywords, MixtureLossKeywords
+from sigsoftmax.losses.functional import LinearLossKwargs, MixtureLossKwargs
 from sigsoftmax.losses.op import Extras, loss
 from sigsoftmax.losses.validation import check_floating, check_prior, check_product, check_tensor
 
@@ -46,21 +46,21 @@ class _Division(TypedDict, total=False):
     shards: ClassShards | None
 
 
-class _ParallelKeywords(LinearLossKeywords, _Division, total=False): ...
+class _ParallelKwargs(LinearLossKwargs, _Division, total=False): ...
 
 
-class _ParallelMixtureKeywords(MixtureLossKeywords, _Division, total=False): ...
+class _ParallelMixtureKwargs(MixtureLossKwargs, _Division, total=False): ...
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: None = ..., **options: Unpack[_ParallelKeywords]
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: None = ..., **options: Unpack[_ParallelKwargs]
 ) -> Tensor: ...
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: Sequence[str], **options: Unpack[_ParallelKeywords]
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: Sequence[str], **options: Unpack[_ParallelKwargs]
 ) -> tuple[Tensor, Extras]: ...
 
 
@@ -121,7 +121,7 @@ def mixture_cross_entropy(
     target: Tensor,
     *,
     extras: None = ...,
-    **options: Unpack[_ParallelMixtureKeywords],
+    **options: Unpack[_ParallelMixtureKwargs],
 ) -> Tensor: ...
 
 
@@ -133,7 +133,7 @@ def mixture_cross_entropy(
     target: Tensor,
     *,
     extras: Sequence[str],
-    **options: Unpack[_ParallelMixtureKeywords],
+    **options: Unpack[_ParallelMixtureKwargs],
 ) -> tuple[Tensor, Extras]: ...
 
 
