@@ -387,7 +387,7 @@ def logistic_parts(z: Tensor, m: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("per_class", [False, True], ids=["scalar", "per class"])
 @pytest.mark.parametrize("slopes", [(0.8, -0.7), (1.0, -2.5), (-0.8, 0.0), (1.0, 1.0)], ids=str)
 @pytest.mark.parametrize("end", [torch.amax, torch.amin], ids=["highest", "lowest"])
-def test_anchored_logistic_form(
+def test_logistic_form_relative_to_the_peak(
     level: float, per_class: bool, slopes: tuple[float, float], end: Callable[..., Tensor]
 ) -> None:
     """(M15), (M18): the formula is phi less the offset, and the code computes it and its derivatives."""
@@ -412,14 +412,14 @@ def test_anchored_logistic_form(
 
 @pytest.mark.parametrize("slopes", [(0.8, -0.7), (1.0, -2.5), (-0.8, 0.0), (1.0, 1.0), (1.0, -1.0)], ids=str)
 @pytest.mark.parametrize("level", [-3.0, 0.0, 3.0])
-def test_the_anchor_is_where_phi_is_largest(slopes: tuple[float, float], level: float) -> None:
+def test_the_peak_is_where_phi_is_largest(slopes: tuple[float, float], level: float) -> None:
     """(M14): one of the two ends of the row, for a monotone or convex phi."""
     z = level + normal(50, 6, deviation=3.0)
     alpha, beta, c = float64(*slopes, 0.3)
     phi = LOGISTIC.phi(z, alpha, beta, c)
-    assert LOGISTIC.leading is not None
-    anchor = LOGISTIC.leading(z.amin(-1, keepdim=True), z.amax(-1, keepdim=True), alpha, beta, c)
-    assert_close(LOGISTIC.phi(anchor, alpha, beta, c), phi.amax(-1, keepdim=True))
+    assert LOGISTIC.peak is not None
+    peak = LOGISTIC.peak(z.amin(-1, keepdim=True), z.amax(-1, keepdim=True), alpha, beta, c)
+    assert_close(LOGISTIC.phi(peak, alpha, beta, c), phi.amax(-1, keepdim=True))
 
 
 @pytest.mark.parametrize(
@@ -429,17 +429,17 @@ def test_units_keep_extreme_logits_finite(slopes: tuple[float, float]) -> None:
     """(M15): phi less its offset is finite in units of 2 S, and the unit is a power of two."""
     z = torch.tensor([3.4e38, -3.4e38, 1.7e38, -1.7e38, 0.0, 1.0])
     alpha, beta, c = torch.tensor([*slopes, 0.0])
-    for anchor in z:
-        value, unit, _ = LOGISTIC.scaled(z, anchor, alpha, beta, c)
+    for peak in z:
+        value, unit, _ = LOGISTIC.scaled(z, peak, alpha, beta, c)
         assert value.isfinite().all()
         assert math.frexp(float(unit))[0] == 0.5
         with mpmath.workdps(60):
             exact = [mpmath.mpf(slopes[0]) * x + slopes[1] * min(x, mpmath.mpf(0)) for x in map(mpmath.mpf, z.tolist())]
-            at_anchor = exact[z.tolist().index(float(anchor))]
+            at_peak = exact[z.tolist().index(float(peak))]
             for found, expected in zip(value.tolist(), exact, strict=True):
                 # The tail is at most |beta| log 2.
-                error = abs(found * mpmath.mpf(float(unit)) - (expected - at_anchor))
-                assert error <= 0.7 * abs(slopes[1]) + 4e-7 * abs(expected - at_anchor)
+                error = abs(found * mpmath.mpf(float(unit)) - (expected - at_peak))
+                assert error <= 0.7 * abs(slopes[1]) + 4e-7 * abs(expected - at_peak)
 
 
 def assert_argument_slopes_are_derivatives(form: Form, z: Tensor, m: Tensor, arguments: tuple[Tensor, ...]) -> None:
@@ -469,7 +469,7 @@ def test_offset_of_sigsoftmax() -> None:
         assert not log_probs(OutputFunction(name), ends).isnan().any()
 
 
-def test_anchored_relu() -> None:
+def test_relu_relative_to_the_peak() -> None:
     """(M16)"""
     relu = OutputFunction("relu")
     for scale in (1e-3, 1.0, 1e4, 1e38):
@@ -484,7 +484,7 @@ def test_anchored_relu() -> None:
     assert_argument_slopes_are_derivatives(RELU, z, z.amax(-1, keepdim=True), (float64(0.1)[0],))
 
 
-def test_anchored_softcap() -> None:
+def test_softcap_relative_to_the_peak() -> None:
     """(M17): the identity, and that a wide cap does not cancel."""
     z = normal(4, 6, deviation=3.0)
     m = z.amax(-1, keepdim=True)

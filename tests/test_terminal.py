@@ -54,7 +54,7 @@ def test_text_stays_as_it_is():
 
 
 def test_every_control_and_format_character_is_known():
-    """Those of a later Unicode are found here, too."""
+    """Characters of a later Unicode are found here, too."""
     kept = set("\n\t\u200c\u200d" + DRAWN)
     for point in range(sys.maxunicode + 1):
         acts = unicodedata.category(chr(point)) in {"Cc", "Cf", "Cs", "Zl", "Zp"} and chr(point) not in kept

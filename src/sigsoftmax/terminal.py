@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
-__all__ = [
-    "ACTIVE",
-    "EscapingStream",
-    "above_bars",
-    "clear_line",
-    "console",
-    "escape_output",
-    "escaped",
-    "escaped_output",
-]
-
 # The control characters of Unicode but line feed and tab; its format characters (marks that turn the direction of
 # writing, invisible ones); line and paragraph separators; and halves of surrogate pairs, which no encoding can write.
 # Not U+200C and U+200D, without which neither Persian nor Hindi nor emoji can be written and which do no more than part
@@ -112,9 +101,6 @@ def clear_line(stream: TextIO) -> None:
     _unescaped(stream).write("\r\x1b[2K")
 
 
-# --- rich -------------------------------------------------------------------------------------------------------------
-
-
 def console(stream: TextIO | None = None) -> Console:
     """A console of rich that escapes texts and lets its own control sequences through.
 
@@ -135,7 +121,7 @@ def console(stream: TextIO | None = None) -> Console:
 
 @contextmanager
 def above_bars(bars_console: Console) -> Iterator[None]:
-    """What is printed inside to a terminal stands above the bars of that console; what goes to a file gets there.
+    """Print lines to a terminal above the bars of that console; what goes to a file gets there.
 
     The bars are made with ``redirect_stdout=False, redirect_stderr=False``: rich's own way reads colours and links from
     what is printed.

@@ -43,7 +43,7 @@ class _WithoutContext(torch.autograd.Function):
 
 
 def _is_refused() -> bool:
-    """Whether torch refuses autograd functions that say nothing of transforms: it does inside torch.func alone."""
+    """True if torch refuses autograd functions that say nothing of transforms: it does inside torch.func alone."""
     try:
         _WithoutContext.apply(torch.empty(0))
     except RuntimeError:
@@ -52,7 +52,7 @@ def _is_refused() -> bool:
 
 
 def _has_no_memory(tensor: Tensor) -> bool:
-    """Whether a tensor that should have memory has none, as those of torch.func."""
+    """True if a tensor that should have memory has none, as those of torch.func."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return False
     try:
@@ -63,18 +63,18 @@ def _has_no_memory(tensor: Tensor) -> bool:
 
 
 transforms_active: Callable[[], bool] = _transforms_active or _is_refused
-"""Whether the call is inside a transform of torch.func."""
+"""True if the call is inside a transform of torch.func."""
 is_wrapped: Callable[[Tensor], bool] = _is_wrapped or _has_no_memory
-"""Whether a tensor belongs to a transform of torch.func."""
+"""True if a tensor belongs to a transform of torch.func."""
 
 
 def in_forward_mode() -> bool:
-    """Whether a level of forward-mode differentiation is open; True where torch does not tell."""
+    """True if a level of forward-mode differentiation is open, or torch does not tell."""
     return not _has_level or forward_ad._current_level >= 0
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Whether a tensor carries a forward-mode derivative."""
+    """True if a tensor carries a forward-mode derivative."""
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -88,7 +88,7 @@ def apply_eagerly(function: type[torch.autograd.Function], *inputs: Any) -> Any:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward pass that is running was asked to keep the graph (retain_graph=True); True if unknown."""
+    """True if the backward pass that is running was asked to keep the graph (retain_graph=True), or it is unknown."""
     return _keeps_graph is None or bool(_keeps_graph())
 
 

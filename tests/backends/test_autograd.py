@@ -33,6 +33,8 @@ from sigsoftmax.backends.chunked.loss import ChunkedLoss
 from sigsoftmax.contract.operands import Operands, Wanted
 from sigsoftmax.contract.spec import log_probs_spec, loss_spec, member_of
 from sigsoftmax.losses import packing
+from sigsoftmax.losses.log_probs_op import _op as LOG_PROBS_OP
+from sigsoftmax.losses.op import _loss_op as LOSS_OP
 
 N, K, V, D = 6, 2, 7, 4
 TORCHSCRIPT = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -585,7 +587,7 @@ def op_arguments(
     spec = loss_spec(member=member, prior=None if prior is None else member_of(prior)[0], **options)
     given = Operands(**operands)
     wanted = Wanted.of([t is not None and t.requires_grad for t in given.differentiable], len(arguments))
-    return packing.pack_loss(spec, given, by_losses, wanted, None, "blocked")
+    return LOSS_OP.pack(spec, given, packing.TracedSignature(given, wanted, None), "blocked", by_losses)
 
 
 OP_CHANGES: dict[str, dict[str, Any]] = {
@@ -623,11 +625,12 @@ def test_the_loss_keeps_the_contract_of_an_op(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("changes", OP_CHANGES.values(), ids=OP_CHANGES)
 def test_what_is_packed_is_unpacked(changes: dict[str, Any]) -> None:
     packed = op_arguments(**changes)
-    spec, operands, wanted, autocast, by_losses = packing.unpack_loss(*packed)
-    assert packing.unpack_loss(*packed)[0] is spec
-    assert tuple(a.name for a in torch.ops.sigsoftmax.loss.default._schema.arguments) == packing.LOSS_FIELDS
-    again = packing.pack_loss(spec, operands, by_losses, wanted, autocast, spec.backend)
-    for name, before, after in zip(packing.LOSS_FIELDS, packed, again, strict=True):
+    spec, operands, wanted, autocast, by_losses = LOSS_OP.unpack(packed)
+    assert LOSS_OP.unpack(packed)[0] is spec
+    assert tuple(a.name for a in torch.ops.sigsoftmax.loss.default._schema.arguments) == LOSS_OP.fields
+    signature = packing.TracedSignature(operands, wanted, autocast)
+    again = LOSS_OP.pack(spec, operands, signature, spec.backend, by_losses)
+    for name, before, after in zip(LOSS_OP.fields, packed, again, strict=True):
         assert before is after or before == after, name
 
 
@@ -651,13 +654,13 @@ def test_log_probs_and_its_backward_keep_the_contract_of_an_op(kind: str, dtype:
         arguments=arguments,
     )
     wanted = Wanted.of([t is not None for t in operands.differentiable], len(arguments))
-    packed = packing.pack_log_probs(spec, operands, wanted, None, "blocked")
+    signature = packing.TracedSignature(operands, wanted, None)
+    packed = LOG_PROBS_OP.pack(spec, operands, signature, "blocked")
     results = torch.library.opcheck(torch.ops.sigsoftmax.log_probs.default, packed)
     assert set(results.values()) == {"SUCCESS"}
-    detached = [t.detach() if isinstance(t, Tensor) else t for t in packed]
-    detached[4] = [t.detach() for t in packed[4]]
-    backward = torch.ops.sigsoftmax.log_probs_backward.default
-    results = torch.library.opcheck(backward, (torch.randn(N, V).to(dtype), *detached))
+    detached = Operands.from_flat([None if t is None else t.detach() for t in operands.flat], len(arguments))
+    packed = LOG_PROBS_OP.pack(spec, detached, signature, "blocked", torch.randn(N, V).to(dtype))
+    results = torch.library.opcheck(torch.ops.sigsoftmax.log_probs.default, packed)
     assert set(results.values()) == {"SUCCESS"}
 
 

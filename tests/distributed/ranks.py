@@ -77,7 +77,7 @@ def _rank(
 
 
 def on_ranks(folder: Path, size: int, worker: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``worker(*arguments)`` returned on every rank of a group; fails with the first rank's traceback."""
+    """The results of ``worker(*arguments)`` on every rank of a group; fails with the first rank's traceback."""
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
     meeting = f"file://{folder / f'meeting-{os.getpid()}-{time.monotonic_ns()}'}"
     processes = start(_rank, size, worker, meeting, [sending for _, sending in pipes], arguments)

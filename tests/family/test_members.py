@@ -82,10 +82,10 @@ def test_relative_differentiates_to_the_slope(member: Member) -> None:
 @with_arguments
 def test_argument_slopes_are_the_derivatives_of_relative_and_offset(member: Member) -> None:
     z = wide_logits()
-    anchor = z.amax(-1, keepdim=True)
+    peak = z.amax(-1, keepdim=True)
     function = member.make(7)
     arguments = arguments_of(function, z)
-    relative_slopes, offset_slopes = function.form.argument_slopes(z, anchor, *arguments)
+    relative_slopes, offset_slopes = function.form.argument_slopes(z, peak, *arguments)
     assert len(relative_slopes) == len(offset_slopes) == len(arguments)
     for position, argument in enumerate(arguments):
         # One copy of the argument for every element, so that autograd keeps the elements apart.
@@ -101,19 +101,19 @@ def test_parts_of_argument_slopes_are_the_derivatives_of_each_part(member: Membe
     """The offset's part matters where the absolute normaliser does: in a z-loss."""
     function = member.make(7)
     z = wide_logits()
-    anchor = z.amax(-1, keepdim=True)
+    peak = z.amax(-1, keepdim=True)
     arguments = arguments_of(function, z)
-    _, offset_slopes = function.form.argument_slopes(z, anchor, *arguments)
+    _, offset_slopes = function.form.argument_slopes(z, peak, *arguments)
     for position, argument in enumerate(arguments):
         if argument.ndim:
             continue
-        wide = argument.expand_as(anchor).clone().requires_grad_()
+        wide = argument.expand_as(peak).clone().requires_grad_()
         replaced = [*arguments[:position], wide, *arguments[position + 1 :]]
-        _, offset = function.form.relative(z, anchor, *replaced)
+        _, offset = function.form.relative(z, peak, *replaced)
         by_offset = torch.zeros_like(wide)
         if offset.requires_grad:
             (by_offset,) = torch.autograd.grad(offset.sum(), wide, materialize_grads=True)
-        assert_same(offset_slopes[position].expand_as(anchor), by_offset, f"argument {position}", tolerance=1e-9)
+        assert_same(offset_slopes[position].expand_as(peak), by_offset, f"argument {position}", tolerance=1e-9)
 
 
 FAR_ROWS = tuple(
@@ -155,15 +155,15 @@ def test_relative_is_no_nan_at_the_largest_bfloat16(member: Member, level: float
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=6))
-def test_relative_never_exceeds_the_anchors_by_more_than_rounding(row: list[float]) -> None:
+def test_relative_never_exceeds_the_peaks_by_more_than_rounding(row: list[float]) -> None:
     """Increasing members: no class beats the largest logit."""
     z = torch.tensor([row], dtype=torch.float32)
     for label in ("softmax", "sigsoftmax", "sigmoid", "relu", "gss(k=0)", "softcap(c=5)"):
         function = by_label[label].make(len(row))
-        anchor = z.amax(-1, keepdim=True)
-        relative, _ = function.form.relative(z, anchor, *arguments_of(function, z))
-        (at_anchor,), _ = function.form.relative(anchor, anchor, *arguments_of(function, z))
-        assert (relative <= at_anchor + 1e-6).all(), (label, row)
+        peak = z.amax(-1, keepdim=True)
+        relative, _ = function.form.relative(z, peak, *arguments_of(function, z))
+        (at_peak,), _ = function.form.relative(peak, peak, *arguments_of(function, z))
+        assert (relative <= at_peak + 1e-6).all(), (label, row)
 
 
 def test_a_wide_softcap_is_softmax_in_float32_too() -> None:

@@ -42,7 +42,7 @@ def test_kinds_travel_with_a_copy() -> None:
 
 @every_member
 def test_the_kind_of_an_argument_is_that_of_the_parameters_that_it_depends_on(member: Member) -> None:
-    """Which argument depends on which parameter, as autograd sees it; the shape must be what the kind says."""
+    """Autograd sees which argument depends on which parameter; the shape must be what the kind says."""
     leaves = member.learned(4)
     function = member.make(4, **leaves)
     for argument, kind in zip(function.arguments(4), function.argument_kinds(), strict=True):

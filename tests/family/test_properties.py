@@ -1,4 +1,4 @@
-"""What is known of phi, held against its formula in mpmath with more digits than the answers need."""
+"""The known properties of phi, held against its formula in mpmath with more digits than the answers need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sigsoftmax.family.formulas import LOGISTIC, RELU, SOFTCAP
 from sigsoftmax.family.properties import Properties
 
 EXACT = mpmath.mpf(10) ** -60
-"""What is 0 in formulas, and the rounding of 120 digits is not."""
+"""A bound for numbers that are 0 in formulas, and not after rounding to 120 digits."""
 
 
 def learned(value: float) -> torch.Tensor:
@@ -50,13 +50,13 @@ class Case:
 
     @property
     def width(self) -> float:
-        """The unit in which the bend of every member is a few wide."""
+        """The unit in which the nonlinearity of every member is a few wide."""
         return self.numbers["c"] if self.function.name == "softcap" else 1.0
 
     @property
     def points(self) -> list[mpmath.mpf]:
-        """Evenly spaced, to both sides of the bend as far as 120 digits tell phi from its asymptotes."""
-        middle = mpmath.mpf(self.function.properties.bend or 0.0)
+        """Evenly spaced, to both sides of the nonlinearity as far as 120 digits tell phi from its asymptotes."""
+        middle = mpmath.mpf(self.function.properties.nonlinear_at or 0.0)
         return [middle + self.width * mpmath.mpf(step) for step in range(-60, 61)]
 
 
@@ -143,29 +143,29 @@ def test_the_line_between_two_parallel_asymptotes_is_the_tangent_halfway(known: 
     )
     assert ("centre" in pieces) is is_bent_between
     if is_bent_between:
-        bend = known.function.properties.bend
-        assert bend is not None
-        assert known.phi(bend) == (pieces["left"].intercept + pieces["right"].intercept) / 2  # type: ignore[operator]
-        assert known.phi(bend) == pieces["centre"].slope * bend + pieces["centre"].intercept  # type: ignore[operator]
-        assert abs(known.slope(bend) - pieces["centre"].slope) < 1e-30
+        centre = known.function.properties.nonlinear_at
+        assert centre is not None
+        assert known.phi(centre) == (pieces["left"].intercept + pieces["right"].intercept) / 2  # type: ignore[operator]
+        assert known.phi(centre) == pieces["centre"].slope * centre + pieces["centre"].intercept  # type: ignore[operator]
+        assert abs(known.slope(centre) - pieces["centre"].slope) < 1e-30
 
 
 @every_case
-def test_phi_bends_where_its_slope_changes_most(known: Case) -> None:
+def test_phi_is_nonlinear_where_its_slope_changes_most(known: Case) -> None:
     properties = known.function.properties
     if properties.is_affine:
         return
     points = known.points
     changes = [abs(known.slope(b) - known.slope(a)) for a, b in itertools.pairwise(points)]
-    assert properties.bend is not None
-    assert abs(points[changes.index(max(changes))] - properties.bend) <= known.width
+    assert properties.nonlinear_at is not None
+    assert abs(points[changes.index(max(changes))] - properties.nonlinear_at) <= known.width
 
 
 @every_case
 def test_softmax_and_sigsoftmax_are_recognised_by_their_values(known: Case) -> None:
     properties = known.function.properties
-    # Around the bend: far from it everything is a softmax as far as float64 can tell.
-    shift = properties.bend or 0.0
+    # Around the nonlinearity: far from it everything is a softmax as far as float64 can tell.
+    shift = properties.nonlinear_at or 0.0
     z = shift + torch.linspace(-9.0, 9.0, 31, dtype=torch.float64)
     log_f = torch.log_softmax(known.function.phi(z).detach(), -1)
     slope = float((log_f[-1] - log_f[0]) / 18.0)
@@ -193,8 +193,8 @@ def test_the_same_phi_is_recognised_by_its_values() -> None:
 
 
 def answers(properties: Properties) -> dict[str, object]:
-    names = [name for name, kind in vars(Properties).items() if isinstance(kind, property)]
-    return {name: getattr(properties, name) for name in names}
+    names = set(Properties._fields) - {"values", "formula"}
+    return {name: getattr(properties, name) for name in (*names, "is_softmax")}
 
 
 def test_nothing_is_known_of_a_users_own_phi() -> None:
@@ -230,7 +230,7 @@ def test_a_shift_for_each_class_leaves_the_slopes_known() -> None:
     assert properties.values == [1.0, -0.8, None]
     assert (properties.is_strictly_increasing, properties.is_concave, properties.is_affine) == (True, False, False)
     assert properties.linear_pieces == (("left", pytest.approx(0.2), None), ("right", 1.0, 0.0))
-    assert properties.bend is None
+    assert properties.nonlinear_at is None
     assert properties.is_same_phi(properties) is None
     assert not function.is_increasing, "each phi increases, but classes do not share one"
     straight = function.with_parameters(k=1.0).properties

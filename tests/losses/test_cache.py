@@ -1,4 +1,4 @@
-"""Which calls are lowered anew, which are found again, and what the cache of lowered calls holds.
+"""Calls that are lowered anew, calls that are found again, and the contents of the cache of lowered calls.
 
 Shapes: N tokens, K components, V classes, d features.
 """
@@ -289,7 +289,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def test_every_option_is_among_them() -> None:
-    assert list(OPTIONS) == [field.name for field in fields(LossSpec)]
+    assert set(OPTIONS) == {field.name for field in fields(LossSpec)}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -461,7 +461,7 @@ def test_another_device_makes_another_call(decided: list[Lowered]) -> None:
 
 
 def test_checks_of_values_make_another_call(decided: list[Lowered], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where values are not checked anyway, as on a CPU."""
+    """This is for devices where values are not checked anyway, as they are on a CPU."""
     for _ in range(2):
         monkeypatch.delenv(CHECK_VARIABLE, raising=False)
         assert not lowered_on("meta").problem.signature.checks_values

@@ -251,7 +251,7 @@ def test_masks_of_softmax_are_torchs(smoothing: float, reduction: str, backend: 
 @every_backend
 @every_member
 def test_a_masked_target_has_loss_inf_and_the_slope_one(member: Member, backend: str) -> None:
-    """What torch does for softmax: the target's gradient is f - 1 with f = 0, the others' phi' f."""
+    """As torch does for softmax: the target's gradient is f - 1 with f = 0, the others' phi' f."""
     z = normal(3, V)
     z[0, 1] = LEAST
     z.requires_grad_()
@@ -965,7 +965,7 @@ def test_a_tokens_loss_does_not_depend_on_its_neighbours(backend: str) -> None:
 @learned_members
 @pytest.mark.parametrize("level", [-40.0, 0.0, 40.0])
 def test_parameters_get_the_gradients_of_plain_autograd(member: Member, level: float, backend: str) -> None:
-    """Rows left of the bend, across it and right of it; with z-loss, where the offset's own derivative counts."""
+    """Rows left of, across and right of the nonlinearity; with z-loss, where the derivative of the offset counts."""
     z = normal(N, V) + level
     values = member.learned(V)
     inputs = list(values.values())

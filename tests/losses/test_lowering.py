@@ -1,4 +1,4 @@
-"""Which backend computes, who said so, and what is told when one cannot."""
+"""The backend that computes, who chose it, and the message when one cannot."""
 
 from __future__ import annotations
 

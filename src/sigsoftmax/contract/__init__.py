@@ -1,1 +1,1 @@
-"""What losses and backends share: the specification of a call, its tensors, and the arithmetic of a token."""
+"""The contract between losses and backends: the specification of a call, its tensors, and the arithmetic of a token."""

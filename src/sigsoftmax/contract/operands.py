@@ -28,18 +28,17 @@ class Operands(NamedTuple):
     token_weights: Any = None
     """(...)"""
     arguments: Sequence[Any] = ()
-    """of the output function's form, those that are tensors: () or (V,)"""
+    """the arguments of the output function's form that are tensors: () or (V,)"""
     prior_arguments: Sequence[Any] = ()
-    """of the form of a mixture's prior, likewise"""
+    """the same of the form of a mixture's prior"""
     shard: Any = None
     """a ``Shard``, where classes are spread over processes: those that other processes hold"""
 
     @classmethod
     def from_flat(cls, tensors: Sequence[Any], arguments: int, shard: Any = None) -> Operands:
         """From the tensors of :attr:`flat`, of which so many are arguments of the form."""
-        input, weight, bias, prior_logits, target, class_weight, token_weights = tensors[:7]
         of_form, of_prior = tuple(tensors[7 : 7 + arguments]), tuple(tensors[7 + arguments :])
-        return cls(*(input, weight, bias, prior_logits, target, class_weight, token_weights), of_form, of_prior, shard)
+        return cls._make((*tensors[:7], of_form, of_prior, shard))
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -47,21 +46,18 @@ class Operands(NamedTuple):
         return (*self[:7], *self.arguments, *self.prior_arguments)
 
     @property
+    def all_arguments(self) -> tuple[Any, ...]:
+        """The arguments of both forms."""
+        return (*self.arguments, *self.prior_arguments)
+
+    @property
     def differentiable(self) -> tuple[Any, ...]:
         """The operands that may want a gradient, in the order in which gradients are returned."""
-        return (
-            self.input,
-            self.weight,
-            self.bias,
-            self.prior_logits,
-            self.token_weights,
-            *self.arguments,
-            *self.prior_arguments,
-        )
+        return (*self[:4], self.token_weights, *self.arguments, *self.prior_arguments)
 
 
 class Wanted(NamedTuple):
-    """For each differentiable operand whether its gradient is wanted."""
+    """Flags for each differentiable operand: True if its gradient is wanted."""
 
     input: bool
     weight: bool
@@ -74,9 +70,8 @@ class Wanted(NamedTuple):
     @classmethod
     def of(cls, flags: Sequence[bool], arguments: int) -> Wanted:
         """From flags in the order of ``Operands.differentiable``, of which so many belong to arguments of the form."""
-        by_input, by_weight, by_bias, by_prior, by_token_weights = flags[:5]
         of_form, of_prior = tuple(flags[5 : 5 + arguments]), tuple(flags[5 + arguments :])
-        return cls(by_input, by_weight, by_bias, by_prior, by_token_weights, of_form, of_prior)
+        return cls._make((*flags[:5], of_form, of_prior))
 
     @property
     def flat(self) -> tuple[bool, ...]:
@@ -85,11 +80,10 @@ class Wanted(NamedTuple):
 
     @property
     def any_of_rows(self) -> bool:
-        """Whether a gradient is wanted that needs the gradient of the logits or of the prior."""
-        others = (self.input, self.weight, self.bias, self.prior_logits)
-        return any((*others, *self.arguments, *self.prior_arguments))
+        """True if a gradient is wanted that needs the gradient of the logits or of the prior."""
+        return any((*self[:4], *self.arguments, *self.prior_arguments))
 
     @property
     def any(self) -> bool:
-        """Whether any gradient is wanted."""
+        """True if any gradient is wanted."""
         return self.any_of_rows or self.token_weights

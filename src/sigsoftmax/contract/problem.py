@@ -47,7 +47,10 @@ def dtypes_of(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem(Generic[Spec]):
-    """What is to be computed, of tensors of which kind: a specification, a signature, and what follows from both."""
+    """A call that passed validation: its specification, its signature, and the sizes and dtypes that follow from both.
+
+    Backends decide by it: a specification says nothing of tensors, and a signature may describe some that do not fit.
+    """
 
     spec: Spec
     signature: Signature
@@ -55,11 +58,11 @@ class Problem(Generic[Spec]):
     """the dimensions of the tokens"""
     components: int
     num_classes: int
-    """held by this process"""
+    """the classes that this process holds"""
     dtype: torch.dtype
-    """of the result"""
+    """the dtype of the result"""
     product_dtype: torch.dtype
-    """of the logits"""
+    """the dtype of the logits"""
     device: torch.device
 
     @property
@@ -72,7 +75,7 @@ class Problem(Generic[Spec]):
 
     @property
     def has_weight(self) -> bool:
-        """Whether logits are products, and not given."""
+        """True if logits are products, and not given."""
         return self.signature.operands.weight is not None
 
     @property
@@ -110,7 +113,7 @@ class Problem(Generic[Spec]):
 
 
 class LossResults(NamedTuple):
-    """What a path computes. The autograd function and the op of torch.library hand it on."""
+    """The results of a path. The autograd function and the op of torch.library hand them on."""
 
     loss: Tensor
     """as the caller gets it: (), or the leading dimensions"""
@@ -121,6 +124,11 @@ class LossResults(NamedTuple):
     entropy_N: Tensor | None
     gradients: Sequence[Tensor | None]
     """in the order of ``Operands.differentiable``; None where it is not wanted"""
+
+    @property
+    def extras(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The extras, in the order of ``EXTRAS``."""
+        return self.log_normalizer_NK, self.argmax_N, self.entropy_N
 
 
 class LossPath(Protocol):
@@ -162,7 +170,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """How an operation is computed: the backend, who chose it, its path, and why each faster one was refused."""
+    """The backend of an operation, who chose it, its path, and why each faster one was refused."""
 
     backend: str
     chosen_by: str

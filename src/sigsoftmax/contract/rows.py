@@ -1,4 +1,4 @@
-"""What stands between a loss and a backend: a few numbers a row.
+"""The interface between a loss and a backend: a few numbers per row.
 
 A loss of a row of logits with target y needs s = phi(z_y) and n = log sum g. A backend measures both relative to an
 offset o of the row (absolute values cancel), and, given the derivatives of the loss by n and s, writes the gradient
@@ -24,9 +24,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class RowStats(NamedTuple):
-    """Each of shape (R,)."""
+    """Row statistics, each of shape (R,)."""
 
-    anchor: Tensor
+    peak: Tensor
     """the logit that the offset belongs to: where phi is largest, or so near it that sums do not overflow"""
     offset: Tensor
     normalizer: Tensor

@@ -30,7 +30,7 @@ class Shard:
 
     @property
     def facts(self) -> tuple[tuple[int, ...], int]:
-        """What decisions may depend on."""
+        """The facts that decisions may depend on."""
         return self.sizes, self.rank
 
     @property
@@ -39,8 +39,7 @@ class Shard:
 
     @property
     def classes(self) -> slice:
-        first = sum(self.sizes[: self.rank])
-        return slice(first, first + self.sizes[self.rank])
+        return classes_of(self.sizes, self.rank)
 
     @property
     def is_empty(self) -> bool:
@@ -65,6 +64,12 @@ class Shard:
     def first_of(self, rank: Tensor) -> Tensor:
         """The first class of each process that is asked for."""
         return _boundaries(self.sizes, rank.device)[rank]
+
+
+def classes_of(sizes: tuple[int, ...], rank: int) -> slice:
+    """The classes of a process among all."""
+    first = sum(sizes[:rank])
+    return slice(first, first + sizes[rank])
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +55,7 @@ class TensorSignature(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements follow each other, as ``Tensor.is_contiguous`` tells."""
+        """True if the elements follow each other, as ``Tensor.is_contiguous`` tells."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides or ()), strict=True):
             if size != 1 and stride != expected:
@@ -66,7 +65,7 @@ class TensorSignature(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether kernels may read its memory as it is."""
+        """True if kernels may read its memory as it is."""
         return (
             self.kind in (Tensor, torch.nn.Parameter)
             and self.strides is not None
@@ -76,14 +75,14 @@ class TensorSignature(NamedTuple):
 
 
 class NotATensor(NamedTuple):
-    """What a caller passed in place of a tensor."""
+    """The type of an operand that is no tensor."""
 
     kind: type
     wants_gradient: bool = False
 
 
 def is_dtensor(operand: object) -> bool:
-    """Whether a tensor is spread over processes; whoever has one has imported the module that makes them."""
+    """True if a tensor is spread over processes; whoever has one has imported the module that makes them."""
     module = sys.modules.get("torch.distributed.tensor")
     kind = operand.kind if isinstance(operand, TensorSignature) else type(operand)
     return module is not None and issubclass(kind, module.DTensor)
@@ -111,12 +110,12 @@ class Signature(NamedTuple):
 
     @property
     def wants_plain_autograd(self) -> bool:
-        """Whether a gradient is wanted that only plain autograd has: of the targets, or of the class weights."""
+        """True if a gradient is wanted that only plain autograd has: of the targets, or of the class weights."""
         return any(t is not None and t.wants_gradient for t in (self.operands.target, self.operands.class_weight))
 
 
 def checks_values(device: torch.device) -> bool:
-    """Whether a bad value is reported by its message, rather than by an assert on the device."""
+    """True if a bad value is reported by its message, rather than by an assert on the device."""
     return device.type == "cpu" or os.environ.get(CHECK_VARIABLE) == "1"
 
 
@@ -136,11 +135,11 @@ _HAS_AUTOCAST: dict[str, bool] = {}
 
 
 def wants_gradient(tensor: Tensor | None) -> bool:
-    """Whether the gradient of a tensor is wanted now."""
-    return tensor is not None and isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
+    """True if the gradient of a tensor is wanted now."""
+    return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _described(operand: Any, wants_gradient: bool, in_forward_mode: bool) -> TensorSignature | NotATensor | None:
+def _described(operand: Any, in_grad_mode: bool, in_forward_mode: bool) -> TensorSignature | NotATensor | None:
     if not isinstance(operand, Tensor):
         return None if operand is None else NotATensor(type(operand))
     is_nested, layout = operand.is_nested, operand.layout
@@ -159,36 +158,22 @@ def _described(operand: Any, wants_gradient: bool, in_forward_mode: bool) -> Ten
             is_dense and operand.is_neg(),
             torch_internals.is_wrapped(operand),
             in_forward_mode and torch_internals.has_tangent(operand),
-            wants_gradient,
+            in_grad_mode and operand.requires_grad,
         ),
     )
 
 
 def signature_of(operands: Operands) -> Signature:
     """The signature of a call that is made now."""
-    input, weight, bias, prior_logits, target, class_weight, token_weights, arguments, prior_arguments, shard = operands
-    in_grad_mode, in_forward_mode = torch.is_grad_enabled(), torch_internals.in_forward_mode()
-
-    def described(operand: Any) -> TensorSignature | NotATensor | None:
-        if operand is None:
-            return None
-        wants = in_grad_mode and isinstance(operand, Tensor) and operand.requires_grad
-        return _described(operand, wants, in_forward_mode)
-
-    device = input.device if isinstance(input, Tensor) else torch.device("cpu")
+    modes = torch.is_grad_enabled(), torch_internals.in_forward_mode()
+    tensors = [None if operand is None else _described(operand, *modes) for operand in operands[:7]]
+    # Lists, since generators take longer.
+    arguments = tuple([_described(argument, *modes) for argument in operands.arguments])
+    prior_arguments = tuple([_described(argument, *modes) for argument in operands.prior_arguments])
+    shard = None if operands.shard is None else operands.shard.facts
+    device = operands.input.device if isinstance(operands.input, Tensor) else torch.device("cpu")
     return Signature(
-        Operands(
-            described(input),
-            described(weight),
-            described(bias),
-            described(prior_logits),
-            described(target),
-            described(class_weight),
-            described(token_weights),
-            tuple(map(described, arguments)) if arguments else (),
-            tuple(map(described, prior_arguments)) if prior_arguments else (),
-            None if shard is None else shard.facts,
-        ),
+        Operands._make((*tensors, arguments, prior_arguments, shard)),
         torch.is_inference_mode_enabled(),
         torch_internals.transforms_active(),
         autocast_dtype(device),
@@ -200,13 +185,10 @@ def signature_of(operands: Operands) -> Signature:
 def signature_inside_op(operands: Operands, wanted: Wanted, autocast: torch.dtype | None) -> Signature:
     """The signature of a call that was made before and is computed inside an op, where its tensors are detached."""
     made = signature_of(operands)
-    flags = (wanted.input, wanted.weight, wanted.bias, wanted.prior_logits, False, False, wanted.token_weights)
-
-    def with_flags(described: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-        pairs = zip(described, flags, strict=True)
-        return [None if t is None else t._replace(wants_gradient=flag) for t, flag in pairs]
-
-    described = Operands.from_flat(
-        with_flags(made.operands.flat, (*flags, *wanted.arguments, *wanted.prior_arguments)), len(wanted.arguments)
-    )
-    return made._replace(operands=described, autocast=autocast, backend_variable=None)
+    flags = (*wanted[:4], False, False, wanted.token_weights, *wanted.arguments, *wanted.prior_arguments)
+    described = [
+        None if tensor is None else tensor._replace(wants_gradient=flag)
+        for tensor, flag in zip(made.operands.flat, flags, strict=True)
+    ]
+    inside = Operands.from_flat(described, len(wanted.arguments))
+    return made._replace(operands=inside, autocast=autocast, backend_variable=None)

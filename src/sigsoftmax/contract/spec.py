@@ -8,9 +8,9 @@ no tensors: an output function enters as its form, its fixed numbers and the kin
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class MemberSpec(NamedTuple):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all arguments are fixed numbers."""
+        """True if all arguments are fixed numbers."""
         return all(isinstance(value, float) for value in self.values)
 
     @property
@@ -57,74 +57,87 @@ Member = tuple[MemberSpec, tuple[Tensor, ...]]
 """the specification of a member, and the tensors among the arguments of its form"""
 
 
-def _specified(member: OutputFunction) -> Member:
+def _specified(function: Function) -> Member:
+    member = OutputFunction.parse(function)
     arguments = member.argument_values()
-    values = tuple(_value_or_kind(argument) for argument in arguments)
+    # -0.0 is 0.0.
+    values = tuple(kind_of(a) if isinstance(a, Tensor) else float(a) + 0.0 for a in arguments)
     per_class = tuple(key for key, kind in member.kinds.items() if kind is ParameterKind.PER_CLASS)
     tensors = tuple(argument for argument in arguments if isinstance(argument, Tensor))
     return MemberSpec(member.name, member.form, values, per_class), tensors
 
 
-def _value_or_kind(argument: float | Tensor) -> float | ParameterKind:
-    # -0.0 is 0.0.
-    return kind_of(argument) if isinstance(argument, Tensor) else float(argument) + 0.0
-
-
 @functools.lru_cache(maxsize=MOST_SPECS)
-def _parsed(text: str, _: int) -> OutputFunction:
-    return OutputFunction.parse(text)
-
-
-@functools.lru_cache(maxsize=MOST_SPECS)
-def _specified_by_name(text: str, _: int) -> Member:
-    return _specified(OutputFunction.parse(text))
-
-
-@functools.lru_cache(maxsize=MOST_SPECS)
-def _specified_numbers(member: OutputFunction) -> Member:
-    return _specified(member)
-
-
-def parsed(function: Function) -> OutputFunction:
-    """The output function that a caller means. Names are read once, until one is registered again."""
-    if isinstance(function, str) and not torch.compiler.is_compiling():
-        return _parsed(function, family.registrations())
-    return OutputFunction.parse(function)
+def _specified_once(function: Function, _: int) -> Member:
+    return _specified(function)
 
 
 def member_of(function: Function) -> Member:
-    """An output function as the user gave it, taken apart into its specification and its tensors."""
-    if torch.compiler.is_compiling():
-        return _specified(OutputFunction.parse(function))
-    if isinstance(function, str):
-        return _specified_by_name(function, family.registrations())
-    member = OutputFunction.parse(function)
-    return _specified_numbers(member) if member.is_fixed else _specified(member)
+    """An output function as the user gave it, taken apart into its specification and its tensors.
+
+    Names are read once, until one is registered again.
+    """
+    is_fixed = isinstance(function, str) or (isinstance(function, OutputFunction) and function.is_fixed)
+    if is_fixed and not torch.compiler.is_compiling():
+        return _specified_once(function, family.registrations())
+    return _specified(function)
 
 
 def prior_of(function: Function, prior_function: Function | None) -> Function:
     """The output function of a mixture's prior; if it is not given, that of the components or softmax."""
     if prior_function is not None:
         return prior_function
-    return "softmax" if parsed(function).definition.parameters else function
+    return "softmax" if OutputFunction.parse(function).definition.parameters else function
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LossSpec:
-    """A loss. Two that ask for the same thing are the same object (:func:`loss_spec`)."""
+class CallSpec:
+    """The options that losses and log-probabilities share; they are checked when a specification is made."""
 
     member: MemberSpec
     prior: MemberSpec | None = None
-    """of a mixture"""
+    """the member of a mixture's prior"""
+    floor: float = 0.0
+    chunk_bytes: int | None = None
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        check_nonnegative("floor", self.floor)
+        size = self.chunk_bytes
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
+            raise ValueError(f"chunk_bytes must be a positive number of bytes, got {size!r}")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LogProbsSpec(CallSpec):
+    """Log-probabilities of every class (:func:`log_probs_spec`)."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LossSpec(CallSpec):
+    """A loss (:func:`loss_spec`)."""
+
     reduction: Reduction = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    floor: float = 0.0
     weight_gradient: WeightGradient = "auto"
-    chunk_bytes: int | None = None
     extras: tuple[str, ...] | None = None
-    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight_gradient not in get_args(WeightGradient):
+            choices = ", ".join(map(repr, get_args(WeightGradient)))
+            raise ValueError(f"weight_gradient must be one of {choices}, got {self.weight_gradient!r}")
+        if self.reduction not in ("none", "mean", "sum"):
+            raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
+        check_index("ignore_index", self.ignore_index)
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing}")
+        check_nonnegative("z_loss", self.z_loss)
+        super().__post_init__()
+        for name in self.extras or ():
+            if name not in EXTRAS:
+                raise ValueError(f"unknown extra {name!r}; known: {', '.join(EXTRAS)}")
 
     def beside(self, known: Collection[str]) -> list[str]:
         """The options that were set and are not among the ``known``.
@@ -132,97 +145,51 @@ class LossSpec:
         A path that computes some options names them here, and refuses the rest: an option that it has never heard of
         is not ignored.
         """
-        return [
-            field.name
-            for field in fields(self)
-            if field.name not in known and getattr(self, field.name) != field.default
-        ]
+        return [f.name for f in fields(self) if f.name not in known and getattr(self, f.name) != f.default]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LogProbsSpec:
-    """Log-probabilities of every class."""
+Spec = TypeVar("Spec", bound=CallSpec)
 
-    member: MemberSpec
-    prior: MemberSpec | None = None
-    floor: float = 0.0
-    chunk_bytes: int | None = None
-    backend: str | None = None
+
+def loss_spec(**options: Any) -> LossSpec:
+    """The loss with these fields. Two that ask for the same thing are the same object."""
+    for name in ("label_smoothing", "z_loss"):
+        if name in options:
+            options[name] = number(name, options[name])
+    extras = options.get("extras")
+    if extras is not None:
+        if isinstance(extras, str) or not isinstance(extras, Sequence):
+            raise ValueError(f"extras must be a sequence of names, like ('argmax',), got {extras!r}")
+        options["extras"] = tuple(extras)
+    return _interned(LossSpec, options)
+
+
+def log_probs_spec(**options: Any) -> LogProbsSpec:
+    """The log-probabilities with these fields. Two that ask for the same thing are the same object."""
+    return _interned(LogProbsSpec, options)
+
+
+def _interned(kind: Callable[..., Spec], options: dict[str, Any]) -> Spec:
+    if "floor" in options:
+        options["floor"] = number("floor", options["floor"])
+    if torch.compiler.is_compiling():
+        return kind(**options)
+    try:
+        return _made_once(kind, **_DEFAULTS[kind] | options)
+    except TypeError:
+        # An option that cannot be looked up is not valid, or raises by its own message.
+        return kind(**options)
 
 
 @functools.lru_cache(maxsize=MOST_SPECS, typed=True)
-def _interned_loss(**options: Any) -> LossSpec:
-    return _checked_loss(**options)
+def _made_once(kind: Callable[..., Spec], **options: Any) -> Spec:
+    return kind(**options)
 
 
-@functools.lru_cache(maxsize=MOST_SPECS, typed=True)
-def _interned_log_probs(**options: Any) -> LogProbsSpec:
-    return _checked_log_probs(**options)
-
-
-def loss_spec(
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    floor: float = 0.0,
-    extras: Sequence[str] | None = None,
-    **options: Any,
-) -> LossSpec:
-    """The specification with these fields of :class:`LossSpec`, checked."""
-    options["label_smoothing"] = number("label_smoothing", label_smoothing)
-    options["z_loss"] = number("z_loss", z_loss)
-    options["floor"] = number("floor", floor)
-    options["extras"] = None if extras is None else _names(extras)
-    if torch.compiler.is_compiling():
-        return _checked_loss(**options)
-    try:
-        return _interned_loss(**options)
-    except TypeError:
-        # What cannot be looked up is no valid option, or raises by its own message.
-        return _checked_loss(**options)
-
-
-def log_probs_spec(*, floor: float = 0.0, **options: Any) -> LogProbsSpec:
-    """The specification with these fields of :class:`LogProbsSpec`, checked."""
-    options["floor"] = number("floor", floor)
-    if torch.compiler.is_compiling():
-        return _checked_log_probs(**options)
-    try:
-        return _interned_log_probs(**options)
-    except TypeError:
-        return _checked_log_probs(**options)
-
-
-def _checked_loss(**options: Any) -> LossSpec:
-    spec = LossSpec(**options)
-    if spec.weight_gradient not in get_args(WeightGradient):
-        choices = ", ".join(map(repr, get_args(WeightGradient)))
-        raise ValueError(f"weight_gradient must be one of {choices}, got {spec.weight_gradient!r}")
-    if spec.reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {spec.reduction!r}")
-    check_index("ignore_index", spec.ignore_index)
-    if not 0.0 <= spec.label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must lie in [0, 1], got {spec.label_smoothing}")
-    check_nonnegative("z_loss", spec.z_loss)
-    check_nonnegative("floor", spec.floor)
-    check_chunk_bytes(spec.chunk_bytes)
-    for name in spec.extras or ():
-        if name not in EXTRAS:
-            raise ValueError(f"unknown extra {name!r}; known: {', '.join(EXTRAS)}")
-    return spec
-
-
-def _checked_log_probs(**options: Any) -> LogProbsSpec:
-    spec = LogProbsSpec(**options)
-    check_nonnegative("floor", spec.floor)
-    check_chunk_bytes(spec.chunk_bytes)
-    return spec
-
-
-def _names(extras: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(extras, str) or not isinstance(extras, Sequence):
-        raise ValueError(f"extras must be a sequence of names, like ('argmax',), got {extras!r}")
-    return tuple(extras)
+_DEFAULTS: dict[Callable[..., CallSpec], dict[str, Any]] = {
+    kind: {field.name: field.default for field in fields(kind)} for kind in (LossSpec, LogProbsSpec)
+}
+"""Options in one order, so that calls which name more of them or in another order find the same specification."""
 
 
 def number(name: str, value: float) -> float:
@@ -246,11 +213,3 @@ def check_index(name: str, value: int) -> None:
     """Check that an option is a whole number, and none that only counts as one: True is not 1."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
-
-
-def check_chunk_bytes(chunk_bytes: int | None) -> None:
-    """Check a budget of memory for logits; None leaves the choice to the package."""
-    if chunk_bytes is None:
-        return
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
-        raise ValueError(f"chunk_bytes must be a positive number of bytes, got {chunk_bytes!r}")

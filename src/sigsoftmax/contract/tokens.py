@@ -1,7 +1,7 @@
-"""The arithmetic of a token, in torch: which tokens count and how much, what each loses, and the derivatives of that.
+"""The arithmetic of a token, in torch: which tokens count and how much, the loss of each, and its derivatives.
 
 Everything here is formulas on a few numbers per token or row. Kernels that finish a loss by themselves call the same
-formulas, transcribed in ``backends.triton.tokens``.
+formulas, transcribed in ``backends.triton.kernels.tokens``.
 
 Shapes: N tokens, K components, V classes; n tokens of a block, R = n K rows.
 """
@@ -18,7 +18,7 @@ from sigsoftmax.contract.spec import LossSpec
 
 
 def counted(value: Tensor, scale: Tensor) -> Tensor:
-    """What a scale multiplies: the derivative of :func:`scaled` by it.
+    """The value that a scale multiplies: the derivative of :func:`scaled` by it.
 
     Where the scale is 0 it is a finite number, the largest one in place of an infinite one and 0 in place of NaN.
     """
@@ -68,7 +68,7 @@ def token_scales(
     class_weight_V: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """What each token's loss counts in the result, 0 if ignored; and for a mean, whether no token counts."""
+    """The weight of each token's loss in the result, 0 if ignored; and for a mean, whether no token counts."""
     kept, weights = _kept_weights(spec, target, token_weights_N, dtype)
     if spec.reduction != "mean":
         return weights, None
@@ -97,12 +97,16 @@ def token_weight_gradient(
 def _kept_weights(
     spec: LossSpec, target: Tensor, token_weights_N: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    if target.is_floating_point():
-        kept = torch.ones_like(target[..., 0], dtype=torch.bool)
-    else:
-        kept = target != spec.ignore_index
+    kept = _kept(spec, target)
     weights = torch.ones_like(kept, dtype=dtype) if token_weights_N is None else token_weights_N.to(dtype)
     return kept, torch.where(kept, weights, torch.zeros_like(weights))
+
+
+def _kept(spec: LossSpec, target: Tensor) -> Tensor:
+    """The tokens that are not ignored."""
+    if target.is_floating_point():
+        return torch.ones_like(target[..., 0], dtype=torch.bool)
+    return target != spec.ignore_index
 
 
 def class_weights_of(spec: LossSpec, target: Tensor, class_weight_V: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -123,7 +127,7 @@ class TokenBatch:
     log_prior_NK: Tensor | None = None
     class_weight_V: Tensor | None = None
     scale_N: Tensor | None = None
-    """what each token counts in the total; None: every token that is not ignored counts alike"""
+    """the weight of each token in the total; None: every token that is not ignored counts alike"""
 
 
 class TokenArithmetic:
@@ -146,15 +150,13 @@ class TokenArithmetic:
         self.share = spec.label_smoothing / num_classes
         self.index_N: Tensor | None = None
         self.target_weight_N: Tensor | None = None
-        """what the log-probability of its target counts in a token's loss"""
+        """the weight of its target's log-probability in a token's loss"""
+        self.kept_N = _kept(spec, target)
         if self.probabilities_NV is None:
-            self.kept_N = target != spec.ignore_index
             self.index_N = torch.where(self.kept_N, target, torch.zeros_like(target))
             self.target_weight_N = like.new_full(target.shape, 1.0 - spec.label_smoothing)
             if self.class_weight_V is not None:
                 self.target_weight_N = self.target_weight_N * self.class_weight_V[self.index_N]
-        else:
-            self.kept_N = torch.ones_like(target[..., 0], dtype=torch.bool)
         self.scale_N = self.unused_N = None
         if scale_N is not None:
             self.scale_N = torch.where(self.kept_N, scale_N, torch.zeros_like(scale_N))
@@ -174,13 +176,13 @@ class TokenArithmetic:
 
     @property
     def mixes_every_class(self) -> bool:
-        """Whether the loss or an extra needs the mixed probability of every class."""
+        """True if the loss or an extra needs the mixed probability of every class."""
         is_dense = self.probabilities_NV is not None or self.spec.label_smoothing > 0
         return self.log_prior_NK is not None and (is_dense or "argmax" in self.wants or "entropy" in self.wants)
 
     @property
     def waits_for_rows(self) -> bool:
-        """Whether coefficients depend on what was measured of a row, beyond the slope of the z-loss."""
+        """True if coefficients depend on the statistics of a row, beyond the slope of the z-loss."""
         return self.log_prior_NK is not None
 
     # Losses
@@ -232,12 +234,9 @@ class TokenArithmetic:
     def finished(self, losses_N: Tensor, log_normalizer_NK: Tensor) -> Tensor:
         """Losses with what does not depend on the target; 0 for ignored tokens."""
         if self.spec.z_loss:
-            losses_N = losses_N + z_losses(finite(log_normalizer_NK), self._prior(log_normalizer_NK), self.spec.z_loss)
+            prior_NK = torch.ones_like(log_normalizer_NK) if self.log_prior_NK is None else self.log_prior_NK.exp()
+            losses_N = losses_N + z_losses(finite(log_normalizer_NK), prior_NK, self.spec.z_loss)
         return torch.where(self.kept_N, losses_N, torch.zeros_like(losses_N))
-
-    def _prior(self, like_NK: Tensor) -> Tensor:
-        """The probability of each component; 1 without a prior."""
-        return torch.ones_like(like_NK) if self.log_prior_NK is None else self.log_prior_NK.exp()
 
     # Weights over classes
 
@@ -269,7 +268,7 @@ class TokenArithmetic:
     # Derivatives of the total
 
     def z_slopes(self, span: slice) -> Tensor | None:
-        """What a row's log normaliser is multiplied by in its coefficient, (n,); None without a z-loss."""
+        """The factor of a row's log normaliser in its coefficient, (n,); None without a z-loss."""
         if not self.spec.z_loss:
             return None
         assert self.scale_N is not None

@@ -56,5 +56,5 @@ def check_class_weight(weight_V: Tensor) -> None:
 
 
 def check_same_targets(is_same: Tensor) -> None:
-    """That processes which share their tokens have the same targets."""
+    """Processes that share their tokens have the same targets."""
     _require(is_same, lambda: "the ranks of the group have different targets; each must be given the same tokens")

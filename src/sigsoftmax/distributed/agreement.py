@@ -1,4 +1,4 @@
-"""That the ranks of a group ask for the same loss of the same tokens, before they wait for each other.
+"""Checks that the ranks of a group ask for the same loss of the same tokens, before they wait for each other.
 
 Ranks that differ would hang, or silently mix the rows of different tokens: the classes are spread over the ranks,
 the tokens are not.
@@ -25,10 +25,10 @@ def agreed_sizes(
     facts: Mapping[str, object],
     target: Tensor,
 ) -> tuple[int, ...]:
-    """How many classes each rank holds, having checked that all ranks state the same facts and targets.
+    """The numbers of classes of all ranks, having checked that they state the same facts and targets.
 
-    On a CPU, and where nobody knows ``sizes``, one exchange of a few numbers a rank tells both. Reading them from a GPU
-    would stop its stream, so there the targets are compared on the device, and the facts if SIGSOFTMAX_CHECK=1.
+    On a CPU, and where nobody knows ``sizes``, one exchange of a few numbers per rank tells both. Reading them from a
+    GPU would stop its stream, so there the targets are compared on the device, and the facts if SIGSOFTMAX_CHECK=1.
     """
     checksum = _checksum(target)
     if sizes is not None and not checks_values(target.device):

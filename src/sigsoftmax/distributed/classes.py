@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sigsoftmax.contract.shard import classes_of
 from sigsoftmax.contract.signature import is_dtensor
 from sigsoftmax.distributed.exchange import Exchange, sum_gradients
 from sigsoftmax.family import OutputFunction
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClassShards:
-    """How many consecutive classes each rank of a group holds, in the order of the ranks.
+    """The numbers of consecutive classes that the ranks of a group hold, in the order of the ranks.
 
     Losses that are given it need not ask the other ranks, an answer that a GPU would have to be waited for. It holds as
     long as nobody's number of classes changes.
@@ -47,13 +48,13 @@ class ClassShards:
 
     @property
     def num_classes(self) -> int:
-        """Of all ranks."""
+        """The number of classes of all ranks."""
         return sum(self.sizes)
 
     @property
     def own(self) -> slice:
         """The classes of this rank, to cut its part out of something whole: ``weight[shards.own]``."""
-        return own_classes(self.sizes, dist.get_rank(self.group))
+        return classes_of(self.sizes, dist.get_rank(self.group))
 
 
 def even_sizes(num_classes: int, ranks: int) -> tuple[int, ...]:
@@ -61,12 +62,7 @@ def even_sizes(num_classes: int, ranks: int) -> tuple[int, ...]:
     return tuple(max(0, min(most, num_classes - rank * most)) for rank in range(ranks))
 
 
-def own_classes(sizes: tuple[int, ...], rank: int) -> slice:
-    first = sum(sizes[:rank])
-    return slice(first, first + sizes[rank])
-
-
-class Head(NamedTuple):
+class LocalHead(NamedTuple):
     """An output layer as this process holds it."""
 
     weight_Vd: Tensor
@@ -74,9 +70,9 @@ class Head(NamedTuple):
     member: OutputFunction
     exchange: Exchange
     sizes: tuple[int, ...] | None
-    """of the ranks' classes; None if nobody said"""
+    """the number of classes of each rank; None if nobody said"""
     mesh: Any
-    """of the DTensors; None if the parts came as plain tensors"""
+    """the mesh of the DTensors; None if the parts came as plain tensors"""
 
 
 def own_head(
@@ -85,7 +81,7 @@ def own_head(
     member: OutputFunction,
     group: dist.ProcessGroup | None,
     shards: ClassShards | None,
-) -> Head:
+) -> LocalHead:
     """From what a caller passed: parts as plain tensors, or a DTensor that is sharded by classes."""
     check_floating("linear_weight", weight)
     if weight.ndim != 2:
@@ -100,7 +96,7 @@ def own_head(
                 f"{name} is a DTensor but linear_weight is not; pass both as DTensors, or this rank's part of both"
             )
     if shards is None:
-        return Head(weight, bias, member, Exchange(group), None, None)
+        return LocalHead(weight, bias, member, Exchange(group), None, None)
     if group is not None and group is not shards.group:
         raise ValueError("group and shards.group differ; leave group out")
     exchange = Exchange(shards.group)
@@ -111,10 +107,10 @@ def own_head(
             f"linear_weight has {weight.shape[0]} rows, but shards gives rank {exchange.rank} "
             f"{shards.sizes[exchange.rank]} of the {shards.num_classes} classes; pass this rank's part alone"
         )
-    return Head(weight, bias, member, exchange, shards.sizes, None)
+    return LocalHead(weight, bias, member, exchange, shards.sizes, None)
 
 
-def _head_of_dtensor(weight: DTensor, bias: Tensor | None, member: OutputFunction) -> Head:
+def _head_of_dtensor(weight: DTensor, bias: Tensor | None, member: OutputFunction) -> LocalHead:
     from torch.distributed.tensor import Shard
 
     mesh, placements = weight.device_mesh, weight.placements
@@ -133,59 +129,53 @@ def _head_of_dtensor(weight: DTensor, bias: Tensor | None, member: OutputFunctio
             f"{weight.shape[0]} classes gives it {sizes[exchange.rank]}; make the DTensor by distribute_tensor, or "
             "pass plain parts"
         )
+
+    def own_part(name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of one number per class. A plain tensor is one that every rank holds whole."""
+        if tensor.shape != weight.shape[:1]:
+            raise ValueError(
+                f"{name} must hold one number per class, shape ({weight.shape[0]},), got {tuple(tensor.shape)}"
+            )
+        if is_dtensor(tensor):
+            return _local(name, tensor, mesh, shard_dim=0)
+        return sum_gradients(exchange, {name: tensor})[name][classes_of(sizes, exchange.rank)]
+
     given: dict[str, Any] = {}
-    for key, value in member.given.items():
+    for key, kind in member.kinds.items():
+        name, value = f"parameter {key!r} of {member.name!r}", member.given[key]
         if isinstance(value, Tensor):
-            where = f"parameter {key!r} of {member.name!r}"
-            if member.kinds[key] is ParameterKind.PER_CLASS:
-                given[key] = _own_part(where, value, mesh, exchange, sizes)
-            else:
-                given[key] = replicated(where, value, mesh)
-    if bias is not None:
-        bias = _own_part("linear_bias", bias, mesh, exchange, sizes)
-    return Head(own, bias, member.with_parameters(**given), exchange, sizes, mesh)
-
-
-def _own_part(name: str, tensor: Tensor, mesh: DeviceMesh, exchange: Exchange, sizes: tuple[int, ...]) -> Tensor:
-    """This rank's part of one number per class. A plain tensor is one that every rank holds whole."""
-    if tensor.shape != (sum(sizes),):
-        raise ValueError(f"{name} must hold one number per class, shape ({sum(sizes)},), got {tuple(tensor.shape)}")
-    if is_dtensor(tensor):
-        from torch.distributed.tensor import Shard
-
-        return _on_mesh(name, tensor, mesh).redistribute(placements=[Shard(0)]).to_local()
-    return sum_gradients(exchange, {name: tensor})[name][own_classes(sizes, exchange.rank)]
+            is_divided = kind is ParameterKind.PER_CLASS
+            given[key] = own_part(name, value) if is_divided else replicated(name, value, mesh)
+    own_bias = None if bias is None else own_part("linear_bias", bias)
+    return LocalHead(own, own_bias, member.with_parameters(**given), exchange, sizes, mesh)
 
 
 def replicated(name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """What every rank holds alike, as a plain tensor."""
+    """A tensor that every rank holds alike, as a plain tensor."""
     check_tensor(name, tensor)
-    if not is_dtensor(tensor):
-        return tensor
-    from torch.distributed.tensor import Replicate
-
-    return _on_mesh(name, tensor, mesh).redistribute(placements=[Replicate()]).to_local()
+    return _local(name, tensor, mesh) if is_dtensor(tensor) else tensor
 
 
-def own_probabilities(target: Tensor, head: Head) -> Tensor:
+def own_probabilities(target: Tensor, head: LocalHead) -> Tensor:
     """Probability targets of this rank's classes, the last dimension."""
     if head.mesh is None or head.sizes is None:
         return replicated("target", target, None)
-    if not is_dtensor(target):
-        if target.shape[-1:] != (sum(head.sizes),):
-            raise ValueError(
-                f"probability targets must have a number per token and class, (..., {sum(head.sizes)}), "
-                f"got {tuple(target.shape)}"
-            )
-        return target[..., own_classes(head.sizes, head.exchange.rank)]
-    from torch.distributed.tensor import Shard
-
-    return _on_mesh("target", target, head.mesh).redistribute(placements=[Shard(target.ndim - 1)]).to_local()
+    if is_dtensor(target):
+        return _local("target", target, head.mesh, shard_dim=target.ndim - 1)
+    if target.shape[-1:] != (sum(head.sizes),):
+        raise ValueError(
+            f"probability targets must have a number per token and class, (..., {sum(head.sizes)}), "
+            f"got {tuple(target.shape)}"
+        )
+    return target[..., classes_of(head.sizes, head.exchange.rank)]
 
 
-def _on_mesh(name: str, tensor: Any, mesh: DeviceMesh | None) -> Any:
+def _local(name: str, tensor: Any, mesh: DeviceMesh | None, shard_dim: int | None = None) -> Tensor:
+    """This rank's part of a DTensor, divided along a dimension or (None) whole."""
+    from torch.distributed.tensor import Replicate, Shard
+
     if mesh is None:
         raise ValueError(f"{name} is a DTensor but linear_weight is not; pass both as DTensors, or plain tensors")
     if tensor.device_mesh != mesh:
         raise ValueError(f"{name} is a DTensor on {tensor.device_mesh}, but linear_weight is on {mesh}; use one mesh")
-    return tensor
+    return tensor.redistribute(placements=[Replicate() if shard_dim is None else Shard(shard_dim)]).to_local()

@@ -68,7 +68,7 @@ def explained(doing: str) -> Iterator[None]:
 
 
 def is_failed_exchange(error: BaseException) -> bool:
-    """Whether an error comes from the transport, not from what was sent."""
+    """True if an error comes from the transport, not from what was sent."""
     if isinstance(error, LostRankError | dist.DistBackendError | dist.DistNetworkError):
         return True
     # Gloo raises plain RuntimeErrors; these words are those of its TCP transport.

@@ -1,9 +1,9 @@
 """Losses of an output matrix whose rows, the classes, are spread over processes.
 
-Every rank of the group passes the same tokens and its own classes. The ranks exchange a few numbers a token and
-component (``backends.shards``), so that each has the whole loss; nothing that is exchanged grows with the number of
-classes. Backward sums the gradients of what the ranks share, ``input`` and scalar parameters of the function; those of
-the weight, the bias and parameters per class stay where these are.
+Every rank of the group passes the same tokens and its own classes. The ranks exchange a few numbers per token and
+component (``backends.chunked.sharded_rows``), so that each has the whole loss; nothing that is exchanged grows with the
+number of classes. Backward sums the gradients of what the ranks share, ``input`` and scalar parameters of the function;
+those of the weight, the bias and parameters per class stay where these are.
 
 Shapes: N tokens (the product of all leading dimensions), K components, V classes of this rank, d features.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NamedTuple, Unpack, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -32,34 +32,35 @@ from sigsoftmax.contract.spec import (
     prior_of,
 )
 from sigsoftmax.distributed.agreement import agreed_sizes
-from sigsoftmax.distributed.classes import ClassShards, Head, own_head, own_probabilities, replicated
+from sigsoftmax.distributed.classes import ClassShards, LocalHead, own_head, own_probabilities, replicated
 from sigsoftmax.distributed.exchange import sum_gradients
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.parameters import ParameterKind
-from sigsoftmax.losses.functional import LinearLossOptions, MixtureLossOptions
+from sigsoftmax.losses.functional import LinearLossKwargs, MixtureLossKwargs
 from sigsoftmax.losses.op import Extras, loss
 from sigsoftmax.losses.validation import check_floating, check_prior, check_product, check_tensor
 
 
-class _ParallelOptions(LinearLossOptions, total=False):
+class _Division(TypedDict, total=False):
     group: dist.ProcessGroup | None
     shards: ClassShards | None
 
 
-class _ParallelMixtureOptions(MixtureLossOptions, total=False):
-    group: dist.ProcessGroup | None
-    shards: ClassShards | None
+class _ParallelKwargs(LinearLossKwargs, _Division, total=False): ...
+
+
+class _ParallelMixtureKwargs(MixtureLossKwargs, _Division, total=False): ...
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: None = ..., **options: Unpack[_ParallelOptions]
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: None = ..., **options: Unpack[_ParallelKwargs]
 ) -> Tensor: ...
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: Sequence[str], **options: Unpack[_ParallelOptions]
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: Sequence[str], **options: Unpack[_ParallelKwargs]
 ) -> tuple[Tensor, Extras]: ...
 
 
@@ -109,7 +110,7 @@ def linear_cross_entropy(
         backend=backend,
     )
     operands = Operands(input, linear_weight, linear_bias, None, target, weight, token_weights)
-    return _parallel_loss(spec, operands, Division(function, None, group, shards))
+    return _parallel_loss(spec, operands, function, None, group, shards)
 
 
 @overload
@@ -120,7 +121,7 @@ def mixture_cross_entropy(
     target: Tensor,
     *,
     extras: None = ...,
-    **options: Unpack[_ParallelMixtureOptions],
+    **options: Unpack[_ParallelMixtureKwargs],
 ) -> Tensor: ...
 
 
@@ -132,7 +133,7 @@ def mixture_cross_entropy(
     target: Tensor,
     *,
     extras: Sequence[str],
-    **options: Unpack[_ParallelMixtureOptions],
+    **options: Unpack[_ParallelMixtureKwargs],
 ) -> tuple[Tensor, Extras]: ...
 
 
@@ -179,28 +180,25 @@ def mixture_cross_entropy(
         backend=backend,
     )
     operands = Operands(input, linear_weight, linear_bias, prior_logits, target, weight, token_weights)
-    return _parallel_loss(spec, operands, Division(function, prior, group, shards))
+    return _parallel_loss(spec, operands, function, prior, group, shards)
 
 
-class Division(NamedTuple):
-    """What a vocabulary-parallel loss has besides: its functions with their tensors, and who holds which classes."""
-
-    function: Function
-    prior: Function | None
-    group: dist.ProcessGroup | None
-    shards: ClassShards | None
-
-
-def _parallel_loss(spec: LossSpec, operands: Operands, division: Division) -> Tensor | tuple[Tensor, Extras]:
+def _parallel_loss(spec: LossSpec, operands: Operands, *division: Any) -> Tensor | tuple[Tensor, Extras]:
     if torch.compiler.is_compiling():
         # As a decorator it would import the compiler for everybody.
-        return torch.compiler.disable(_eager_loss)(spec, operands, division)
-    return _eager_loss(spec, operands, division)
+        return torch.compiler.disable(_eager_loss)(spec, operands, *division)
+    return _eager_loss(spec, operands, *division)
 
 
-def _eager_loss(spec: LossSpec, operands: Operands, division: Division) -> Tensor | tuple[Tensor, Extras]:
-    member = OutputFunction.parse(division.function)
-    head = own_head(operands.weight, operands.bias, member, division.group, division.shards)
+def _eager_loss(
+    spec: LossSpec,
+    operands: Operands,
+    function: Function,
+    prior: Function | None,
+    group: dist.ProcessGroup | None,
+    shards: ClassShards | None,
+) -> Tensor | tuple[Tensor, Extras]:
+    head = own_head(operands.weight, operands.bias, OutputFunction.parse(function), group, shards)
     wanted = [operands.bias is not None, *(wants_gradient(t) for t in (operands.weight, operands.bias))]
     own_classes = operands.weight.shape[0] if head.sizes is None else head.sizes[head.exchange.rank]
     head = _with_a_class(head)
@@ -217,45 +215,43 @@ def _eager_loss(spec: LossSpec, operands: Operands, division: Division) -> Tenso
 
     shared = {key: value for key, value in held.items() if head.member.kinds[key] is ParameterKind.SCALAR}
     summed = sum_gradients(head.exchange, {"input": operands.input, **shared})
-    input = summed.pop("input")
-    _, arguments = member_of(head.member.with_parameters(**summed))
-    prior_arguments = () if division.prior is None else member_of(division.prior)[1]
-    return loss(
-        spec,
-        operands._replace(
-            input=input, target=target, arguments=arguments, prior_arguments=prior_arguments, shard=shard
-        ),
-    )
+    changes = {
+        "input": summed.pop("input"),
+        "target": target,
+        "arguments": member_of(head.member.with_parameters(**summed))[1],
+        "prior_arguments": () if prior is None else member_of(prior)[1],
+        "shard": shard,
+    }
+    return loss(spec, operands._replace(**changes))
 
 
-def _own_operands(operands: Operands, head: Head) -> Operands:
+def _own_operands(operands: Operands, head: LocalHead) -> Operands:
     """The operands as plain tensors: what is whole, and this rank's part of what is divided."""
     check_tensor("target", operands.target)
     is_dense = operands.target.is_floating_point()
     target = own_probabilities(operands.target, head) if is_dense else replicated("target", operands.target, head.mesh)
     input = replicated("input", operands.input, head.mesh)
-    token_weights, prior_logits = operands.token_weights, operands.prior_logits
-    if token_weights is not None:
-        token_weights = replicated("token_weights", token_weights, head.mesh)
+    token_weights, prior_logits = (
+        None if t is None else replicated(name, t, head.mesh)
+        for name, t in (("token_weights", operands.token_weights), ("prior_logits", operands.prior_logits))
+    )
     if is_dtensor(operands.class_weight):
         raise ValueError("the class weights must be whole on every rank, got a DTensor; pass weight.full_tensor()")
     check_product(input, head.weight_Vd, head.bias_V, components=prior_logits is not None)
     if prior_logits is not None:
-        prior_logits = replicated("prior_logits", prior_logits, head.mesh)
         check_prior(input, prior_logits)
     return Operands(input, head.weight_Vd, head.bias_V, prior_logits, target, operands.class_weight, token_weights)
 
 
 def _facts(spec: LossSpec, operands: Operands, held: dict[str, Tensor], weights: list[bool]) -> dict[str, object]:
-    """What all ranks must have in common, by the words for it in a message.
+    """The facts that all ranks must have in common, by the words for them in a message.
 
     ``weights`` tells whether there is a bias, and whether weight and bias want a gradient.
     """
     input = operands.input
     product_dtype, _ = dtypes_of(input.dtype, autocast_dtype(input.device), has_weight=True, is_loss=True)
     options = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    for name in ("backend", "member", "prior"):
-        del options[name]
+    options = {name: value for name, value in options.items() if name not in ("backend", "member", "prior")}
     return {
         "the shape of input": tuple(input.shape),
         "the dtype of products": product_dtype,
@@ -273,7 +269,7 @@ def _facts(spec: LossSpec, operands: Operands, held: dict[str, Tensor], weights:
     }
 
 
-def _with_a_class(head: Head) -> Head:
+def _with_a_class(head: LocalHead) -> LocalHead:
     """A rank without classes gets one that is masked, in place of special cases everywhere below."""
     if head.weight_Vd.shape[0]:
         return head

@@ -18,7 +18,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where this process stands among all."""
+    """The rank and the device of this process, and the number of all processes."""
 
     rank: int
     size: int

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from sigsoftmax.analysis.capacity.distributions import Distributions, checked_lo
 from sigsoftmax.analysis.spectrum.entry_checks import EntryChecks
 from sigsoftmax.analysis.spectrum.matrix_files import from_file
 from sigsoftmax.analysis.spectrum.matrix_readers import Block
+from sigsoftmax.family.notation import key_and_value, parse_call
 from sigsoftmax.synthetic import Language, Weighting
 
 __all__ = ["StoredDistributions", "is_file_of_distributions", "open_distributions", "parse_language"]
@@ -60,9 +60,9 @@ def is_file_of_distributions(text: str) -> bool:
 
 def parse_language(text: str) -> Language:
     """The language that ``text`` describes: the name of a kind and its arguments."""
-    match = re.fullmatch(r"\s*(\w+)\s*\((.*)\)\s*", text, re.S)
-    name = match.group(1) if match else text.strip()
-    if match is None or name not in LANGUAGES:
+    call = parse_call(text)
+    name = call.name if call else text.strip()
+    if call is None or call.items is None or name not in LANGUAGES:
         near = difflib.get_close_matches(name, LANGUAGES, n=1)
         hint = f"; did you mean {near[0]!r}" if near else ""
         raise ValueError(
@@ -73,11 +73,11 @@ def parse_language(text: str) -> Language:
     make = LANGUAGES[name]
     known = inspect.signature(make).parameters
     given: dict[str, Any] = {}
-    for item in _split_outside_brackets(match.group(2)):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or key not in known:
+    for item in call.items:
+        key, value = key_and_value(item) or ("", "")
+        if key not in known:
             raise ValueError(
-                f"cannot read {item.strip()!r} in {text!r}; {name} takes "
+                f"cannot read {item!r} in {text!r}; {name} takes "
                 + ", ".join(_printed_parameter(parameter) for parameter in known.values())
             )
         given[key] = value if key == "function" else _number(text, known[key], value)
@@ -85,19 +85,6 @@ def parse_language(text: str) -> Language:
     if missing:
         raise ValueError(f"{text!r} lacks {', '.join(missing)}; write them as in {missing[0]}=...")
     return make(**given)
-
-
-def _split_outside_brackets(text: str) -> Iterator[str]:
-    depth, item = 0, ""
-    for character in text:
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            yield item
-            item = ""
-        else:
-            item += character
-    if item.strip():
-        yield item
 
 
 def _number(text: str, parameter: inspect.Parameter, value: str) -> int | float:

@@ -1,4 +1,4 @@
-"""What an output function is: its formulas, its members, what is known of them, and heads that are made of them."""
+"""Output functions: formulas of phi, members and their parameters, known properties, and heads made of members."""
 
 from sigsoftmax.family.members import (
     Definition,

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.family.properties import LogisticProperties, Properties, ReluProperties, SoftcapProperties, Values
+from sigsoftmax.family.properties import Properties, Values, logistic_properties, relu_properties, softcap_properties
 
-Pair = tuple[Tensor, Tensor]
 ArgumentSlopes = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 OffsetGap = Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[Tensor]], Tensor]
 
@@ -40,21 +39,24 @@ class Form:
 
     Masked classes (logit -inf) never reach these functions: see ``backends.reference``.
 
-    ``scaled(z, anchor, *arguments)`` is phi relative to an offset, for an anchor that is the logit of the row at which
-    phi is largest. It exists because ``phi(z) - phi(anchor)`` cancels: near ``z = -1e4`` the difference of two float32
-    values of phi is off by 6e-4. The offset is constant in z and differentiable in the arguments. The unit lets sums
-    over classes be formed whose terms, weighted, are numbers that the dtype holds while phi is not.
+    The peak of a row is its logit at which phi is largest: the row maximum for an increasing phi, the minimum for a
+    decreasing one.
 
-    ``argument_slopes(z, anchor, *arguments)`` returns the derivatives by each argument of phi less its offset, and of
+    ``scaled(z, peak, *arguments)`` is phi relative to an offset that belongs to the peak. It exists because
+    ``phi(z) - phi(peak)`` cancels: near ``z = -1e4`` the difference of two float32 values of phi is off by 6e-4. The
+    offset is constant in z and differentiable in the arguments. The unit lets sums over classes be formed whose terms,
+    weighted, are numbers that the dtype holds while phi is not.
+
+    ``argument_slopes(z, peak, *arguments)`` returns the derivatives by each argument of phi less its offset, and of
     the offset.
 
-    ``properties(values)`` is what is known of phi for these values of the arguments; nothing of a user's phi.
+    ``properties(values)`` are the known properties of phi for these values of the arguments; none of a user's phi.
 
-    ``leading(lowest, highest, *arguments)`` is the anchor for any values of the arguments: whichever end of the row has
-    the larger phi, since a phi that is monotone or convex is largest at an end. None means that the highest logit
-    serves: phi never decreases, or ``scaled`` looks for the largest phi itself.
+    ``peak(lowest, highest, *arguments)`` is the peak for any values of the arguments: whichever end of the row has the
+    larger phi, since a phi that is monotone or convex is largest at an end. None means that the row maximum serves: phi
+    never decreases, or ``scaled`` looks for the largest phi itself.
 
-    ``offset_gap(anchor, arguments, other_anchor, other_arguments)`` is the difference of two rows' offsets, which
+    ``offset_gap(peak, arguments, other_peak, other_arguments)`` is the difference of two rows' offsets, which
     cancels as well if it is formed from the two. An argument per class is given by its mean. None means that nothing is
     known of the offset but its value.
     """
@@ -65,17 +67,17 @@ class Form:
     scaled: Callable[..., Scaled]
     argument_slopes: Callable[..., ArgumentSlopes]
     properties: Callable[[Values], Properties] = Properties
-    leading: Callable[..., Tensor] | None = None
+    peak: Callable[..., Tensor] | None = None
     is_builtin: bool = True
     offset_gap: OffsetGap | None = None
 
-    def relative(self, z: Tensor, anchor: Tensor, *arguments: Tensor) -> Pair:
+    def relative(self, z: Tensor, peak: Tensor, *arguments: Tensor) -> tuple[Tensor, Tensor]:
         """``(phi(z) - offset, offset)``"""
-        value, unit, offset = self.scaled(z, anchor, *arguments)
+        value, unit, offset = self.scaled(z, peak, *arguments)
         return unit * value, offset
 
     def is_increasing(self, values: Values) -> bool:
-        """Whether phi is known not to decrease for these values; then the anchor is the row's highest logit."""
+        """True if phi is known not to decrease for these values; then the peak is the row maximum."""
         return self.properties(values).is_increasing is True
 
 
@@ -104,12 +106,12 @@ def _power_of_two(alpha: Tensor, beta: Tensor) -> Tensor:
     return torch.exp2(torch.log2(steepest.clamp(min=1.0)).ceil())
 
 
-def _logistic_scaled(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Scaled:
+def _logistic_scaled(z: Tensor, peak: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Scaled:
     """phi less its offset as a piecewise linear function plus a tail.
 
     ``log sigmoid(x)`` is ``min(x, 0)`` plus a tail that is even in x, so left of c phi has the slope alpha + beta and
     right of it alpha. Each piece is written so that nothing large is subtracted from something like it: not the logit
-    of the row's anchor, and not one slope from the other (they cancel for gss with k near 0). The unit is twice a bound
+    of the row's peak, and not one slope from the other (they cancel for gss with k near 0). The unit is twice a bound
     of the slopes: logits are halved and slopes scaled, because the difference of the extreme floats overflows, as do
     the two terms of a difference across c where phi falls on one side of it (gss with k < 0).
     """
@@ -119,25 +121,23 @@ def _logistic_scaled(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: 
     tail = F.logsigmoid(torch.where(left, -x, x))
     scale = _power_of_two(alpha, beta)
     left_slope, right_slope = (alpha + beta) / scale, alpha / scale
-    half_z, half_anchor, half_c, half_centre = 0.5 * z, 0.5 * anchor, 0.5 * c, 0.5 * centre
-    half_gap = half_z - half_anchor
+    half_z, half_peak, half_c, half_centre = 0.5 * z, 0.5 * peak, 0.5 * c, 0.5 * centre
+    half_gap = half_z - half_peak
     line = torch.where(
-        anchor > centre,
-        torch.where(
-            left, left_slope * (half_z - half_c) - right_slope * (half_anchor - half_c), right_slope * half_gap
-        ),
+        peak > centre,
+        torch.where(left, left_slope * (half_z - half_c) - right_slope * (half_peak - half_c), right_slope * half_gap),
         torch.where(
             left,
             left_slope * half_gap + (beta / scale) * (half_centre - half_c),
-            right_slope * (half_z - half_centre) - left_slope * (half_anchor - half_centre),
+            right_slope * (half_z - half_centre) - left_slope * (half_peak - half_centre),
         ),
     )
     unit = 2.0 * scale
-    offset = torch.where(anchor > centre, alpha * anchor, (alpha + beta) * anchor - beta * centre)
+    offset = torch.where(peak > centre, alpha * peak, (alpha + beta) * peak - beta * centre)
     return Scaled(line + (beta / unit) * tail, unit, offset)
 
 
-def _logistic_leading(lowest: Tensor, highest: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
+def _logistic_peak(lowest: Tensor, highest: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
     """No member has alpha < 0 < alpha + beta, for which phi would be largest in between.
 
     With one c per class the phi of their mean decides; the largest phi is then at most beta times the spread away.
@@ -147,23 +147,23 @@ def _logistic_leading(lowest: Tensor, highest: Tensor, alpha: Tensor, beta: Tens
     return torch.where(at_lowest > at_highest, lowest, highest)
 
 
-def _logistic_argument_slopes(z: Tensor, anchor: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> ArgumentSlopes:
+def _logistic_argument_slopes(z: Tensor, peak: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> ArgumentSlopes:
     # phi is linear in beta: its derivative is phi itself for alpha = 0, beta = 1.
     none, one = torch.zeros_like(alpha), torch.ones_like(beta)
-    value, unit, offset_by_beta = _logistic_scaled(z, anchor, none, one, c)
+    value, unit, offset_by_beta = _logistic_scaled(z, peak, none, one, c)
     # The difference of the extreme floats overflows; a class that far away has probability 0, and 0 * inf is NaN.
     largest = torch.finfo(z.dtype).max
-    by_alpha, by_beta = ((z - anchor).clamp(-largest, largest), (unit * value).clamp(-largest, largest))
-    return (by_alpha, by_beta, -beta * torch.sigmoid(c - z)), (anchor, offset_by_beta, torch.zeros_like(anchor))
+    by_alpha, by_beta = ((z - peak).clamp(-largest, largest), (unit * value).clamp(-largest, largest))
+    return (by_alpha, by_beta, -beta * torch.sigmoid(c - z)), (peak, offset_by_beta, torch.zeros_like(peak))
 
 
 def _logistic_offset_gap(
-    anchor: Tensor, arguments: Sequence[Tensor], other_anchor: Tensor, other_arguments: Sequence[Tensor]
+    peak: Tensor, arguments: Sequence[Tensor], other_peak: Tensor, other_arguments: Sequence[Tensor]
 ) -> Tensor:
     """The offset is a line of slope alpha + beta left of c and of slope alpha right of it."""
     (alpha, beta, c), other_c = arguments, other_arguments[2]
-    gap_left = torch.minimum(anchor, c) - torch.minimum(other_anchor, other_c)
-    gap_right = torch.maximum(anchor, c) - torch.maximum(other_anchor, other_c)
+    gap_left = torch.minimum(peak, c) - torch.minimum(other_peak, other_c)
+    gap_right = torch.maximum(peak, c) - torch.maximum(other_peak, other_c)
     # Scaled as in ``_logistic_scaled``: each term may overflow where their sum does not.
     scale = _power_of_two(alpha, beta)
     from_left = ((alpha + beta) / scale) * (0.5 * (gap_left - (c - other_c)))
@@ -181,14 +181,14 @@ def _relu_slope(z: Tensor, eps: Tensor) -> Tensor:
     return (z > 0) / (torch.relu(z) + eps)
 
 
-def _relu_scaled(z: Tensor, anchor: Tensor, eps: Tensor) -> Scaled:
-    offset = _relu_phi(anchor, eps)
+def _relu_scaled(z: Tensor, peak: Tensor, eps: Tensor) -> Scaled:
+    offset = _relu_phi(peak, eps)
     return Scaled(_relu_phi(z, eps) - offset, 1.0, offset)
 
 
-def _relu_argument_slopes(z: Tensor, anchor: Tensor, eps: Tensor) -> ArgumentSlopes:
-    at_anchor = 1.0 / (torch.relu(anchor) + eps)
-    return (1.0 / (torch.relu(z) + eps) - at_anchor,), (at_anchor,)
+def _relu_argument_slopes(z: Tensor, peak: Tensor, eps: Tensor) -> ArgumentSlopes:
+    at_peak = 1.0 / (torch.relu(peak) + eps)
+    return (1.0 / (torch.relu(z) + eps) - at_peak,), (at_peak,)
 
 
 # Softcap: phi(z) = c tanh(z / c)
@@ -204,24 +204,24 @@ def _softcap_slope(z: Tensor, c: Tensor) -> Tensor:
     return 4.0 * torch.sigmoid(2.0 * x) * torch.sigmoid(-2.0 * x)
 
 
-def _softcap_scaled(z: Tensor, anchor: Tensor, c: Tensor) -> Scaled:
+def _softcap_scaled(z: Tensor, peak: Tensor, c: Tensor) -> Scaled:
     # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b): no cancellation when a cap is wide.
-    difference = torch.tanh((z - anchor) / c) * (1.0 - torch.tanh(z / c) * torch.tanh(anchor / c))
-    return Scaled(c * difference, 1.0, _softcap_phi(anchor, c))
+    difference = torch.tanh((z - peak) / c) * (1.0 - torch.tanh(z / c) * torch.tanh(peak / c))
+    return Scaled(c * difference, 1.0, _softcap_phi(peak, c))
 
 
 def _softcap_by_cap(z: Tensor, c: Tensor) -> Tensor:
     return torch.tanh(z / c) - (z / c) * _softcap_slope(z, c)
 
 
-def _softcap_argument_slopes(z: Tensor, anchor: Tensor, c: Tensor) -> ArgumentSlopes:
-    at_anchor = _softcap_by_cap(anchor, c)
-    return (_softcap_by_cap(z, c) - at_anchor,), (at_anchor,)
+def _softcap_argument_slopes(z: Tensor, peak: Tensor, c: Tensor) -> ArgumentSlopes:
+    at_peak = _softcap_by_cap(peak, c)
+    return (_softcap_by_cap(z, c) - at_peak,), (at_peak,)
 
 
 def _gap_of_phi(scaled: Callable[..., Scaled]) -> OffsetGap:
-    """For forms whose offset is phi of the anchor, in units of 1."""
-    return lambda anchor, arguments, other_anchor, _: scaled(anchor, other_anchor, *arguments).value
+    """For forms whose offset is phi of the peak, in units of 1."""
+    return lambda peak, arguments, other_peak, _: scaled(peak, other_peak, *arguments).value
 
 
 LOGISTIC = Form(
@@ -230,8 +230,8 @@ LOGISTIC = Form(
     _logistic_slope,
     _logistic_scaled,
     _logistic_argument_slopes,
-    LogisticProperties,
-    _logistic_leading,
+    logistic_properties,
+    _logistic_peak,
     offset_gap=_logistic_offset_gap,
 )
 RELU = Form(
@@ -240,7 +240,7 @@ RELU = Form(
     _relu_slope,
     _relu_scaled,
     _relu_argument_slopes,
-    ReluProperties,
+    relu_properties,
     offset_gap=_gap_of_phi(_relu_scaled),
 )
 SOFTCAP = Form(
@@ -249,6 +249,6 @@ SOFTCAP = Form(
     _softcap_slope,
     _softcap_scaled,
     _softcap_argument_slopes,
-    SoftcapProperties,
+    softcap_properties,
     offset_gap=_gap_of_phi(_softcap_scaled),
 )

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sigsoftmax.family import Learned, OutputFunction
+from sigsoftmax.family.notation import parse_call
 
-__all__ = ["Head"]
-
-# The mixtures that have names of their own in the literature.
-MIXTURE_NAMES = {"softmax": "mos", "sigsoftmax": "moss"}
+MIXTURES = {"mos": "softmax", "moss": "sigsoftmax"}
+"""The mixtures that have names of their own in the literature, and their members."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +34,22 @@ class Head:
     def parse(cls, text: str | Head) -> Head:
         if isinstance(text, Head):
             return text
-        mixture = re.fullmatch(r"\s*(?:(mos|moss)\s*\(|mixture\s*\((.*),)\s*K\s*=\s*(\d+)\s*\)\s*", text)
-        if mixture is None:
-            if text.strip().partition("(")[0] in ("mos", "moss", "mixture"):
-                raise ValueError(f"cannot read the mixture {text!r}; write 'mos(K=4)' or 'mixture(gss(k=0), K=4)'")
+        name = text.partition("(")[0].strip()
+        if name not in (*MIXTURES, "mixture"):
             return cls(OutputFunction.parse(text))
-        named = {short: name for name, short in MIXTURE_NAMES.items()}
-        return cls(OutputFunction.parse(named.get(mixture[1]) or mixture[2]), int(mixture[3]))
+        call = parse_call(text)
+        *member, last = (call and call.items) or [""]
+        components = re.fullmatch(r"K\s*=\s*(\d+)", last)
+        if components is None or len(member) != (name == "mixture"):
+            raise ValueError(f"cannot read the mixture {text!r}; write 'mos(K=4)' or 'mixture(gss(k=0), K=4)'")
+        return cls(OutputFunction.parse(member[0] if member else MIXTURES[name]), int(components[1]))
 
     def __str__(self) -> str:
         name = str(self.function)
         if self.components == 1:
             return name
-        if name in MIXTURE_NAMES:
-            return f"{MIXTURE_NAMES[name]}(K={self.components})"
-        return f"mixture({name}, K={self.components})"
+        known = [short for short, member in MIXTURES.items() if member == name]
+        return f"{known[0]}(K={self.components})" if known else f"mixture({name}, K={self.components})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Head) and str(self) == str(other)
@@ -59,17 +59,14 @@ class Head:
 
     @property
     def is_softmax(self) -> bool:
-        """Whether it is log-linear: a single component of a linear phi."""
+        """True if it is log-linear: a single component of a linear phi."""
         return self.components == 1 and self.function.is_linear
 
-    def learned(self, words: int) -> dict[str, tuple[float, tuple[int, ...]]]:
+    def learned(self, num_classes: int) -> dict[str, tuple[float, tuple[int, ...]]]:
         """The parameters of phi that are fitted too: name -> (first value, shape)."""
-        found: dict[str, tuple[float, tuple[int, ...]]] = {}
-        for key, value in self.function.parameters.items():
-            if isinstance(value, Learned):
-                default = self.function.definition.parameters[key].default
-                found[key] = (default if value.initial is None else value.initial, (words,) if value.per_class else ())
-        return found
+        known = self.function.definition.parameters
+        values = self.function.parameters.items()
+        return {key: v.start(known[key].default, num_classes) for key, v in values if isinstance(v, Learned)}
 
     def with_learned(self, values: dict[str, Tensor]) -> OutputFunction:
         return self.function.with_parameters(**values) if values else self.function
@@ -78,11 +75,11 @@ class Head:
         """Free numbers that a context may choose: its h, or K of them and a prior."""
         return self.components * width + self.components - 1
 
-    def output_parameters(self, words: int, width: int) -> int:
+    def output_parameters(self, num_classes: int, width: int) -> int:
         """Numbers shared by all contexts: the output matrix, the class bias, and what phi learns."""
-        return words * (width + 1) + sum(math.prod(shape) for _, shape in self.learned(words).values())
+        return num_classes * (width + 1) + sum(math.prod(shape) for _, shape in self.learned(num_classes).values())
 
-    def rank_bound(self, words: int, contexts: int, width: int) -> int:
-        """What theory allows log f: width + 2 (h, class bias, normaliser) for a linear phi, else no bound at all."""
-        full = min(words, contexts)
+    def rank_bound(self, num_classes: int, contexts: int, width: int) -> int:
+        """The largest rank of log f in theory: width + 2 (h, class bias, normaliser) for a linear phi, else full."""
+        full = min(num_classes, contexts)
         return min(full, width + 2) if self.is_softmax else full

@@ -2,9 +2,9 @@
 
 An output function is ``f(z)_i = g(z_i) / sum_m g(z_m)``. With ``phi = log g`` it is softmax of a transformed
 logit, so a member is given by ``phi``, its slope ``phi'`` and the derivatives of ``phi`` by its parameters. The
-formulas stand in ``forms`` and what is known of them in ``properties``; a :class:`Definition` here names a member, its
-parameters (see ``parameters``), and how they become the arguments of a form. Losses, modules, kernels, the command line
-and the tests are derived from these files.
+formulas stand in ``formulas`` and their known properties in ``properties``; a :class:`Definition` here names a member,
+its parameters (see ``parameters``), and how they become the arguments of a form. Losses, modules, kernels, the command
+line and the tests are derived from these files.
 
 Users meet :class:`OutputFunction`: a definition with values for its parameters.
 """
@@ -12,6 +12,7 @@ Users meet :class:`OutputFunction`: a definition with values for its parameters.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,31 +23,20 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.family.formulas import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Scaled
+from sigsoftmax.family.notation import key_and_value, parse_call
 from sigsoftmax.family.parameters import (
     Learned,
     Number,
     Parameter,
     ParameterKind,
     Value,
+    check_number_of_values,
     checked_value,
     parsed_value,
     printed_value,
     scalar,
 )
 from sigsoftmax.family.properties import Properties
-
-__all__ = [
-    "Definition",
-    "Form",
-    "Learned",
-    "OutputFunction",
-    "Parameter",
-    "ParameterKind",
-    "names",
-    "register_function",
-]
-
-# The members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,87 +52,71 @@ class Definition:
     """Arithmetic on the parameters alone: a parameter that is NaN makes NaN of every argument that depends on it."""
 
 
-_DEFINITIONS: dict[str, Definition] = {}
+_DEFINITIONS: dict[str, Definition] = {
+    definition.name: definition
+    for definition in (
+        Definition(
+            name="softmax",
+            formula="alpha z",
+            summary="the usual one; alpha is the control for 'it is only the scale'",
+            form=LOGISTIC,
+            parameters={"alpha": Parameter(default=1.0, lower_bound=0.0)},
+            arguments=lambda alpha: (alpha, 0.0, 0.0),
+        ),
+        Definition(
+            name="sigsoftmax",
+            formula="z + log sigmoid(z)",
+            summary="Kanai et al. 2018; raises the rank without a parameter",
+            form=LOGISTIC,
+            arguments=lambda: (1.0, 1.0, 0.0),
+        ),
+        Definition(
+            name="shifted_sigsoftmax",
+            formula="z + log sigmoid(z + b)",
+            summary="tends to softmax as b grows; b is a scalar or one number per class",
+            form=LOGISTIC,
+            parameters={"b": Parameter(default=0.0, can_differ_by_class=True, learned_in_layers=True)},
+            arguments=lambda b: (1.0, 1.0, -b),
+        ),
+        Definition(
+            name="sigmoid",
+            formula="log sigmoid(z)",
+            summary="a baseline of the paper",
+            form=LOGISTIC,
+            arguments=lambda: (0.0, 1.0, 0.0),
+        ),
+        Definition(
+            name="relu",
+            formula="log(max(z, 0) + eps)",
+            summary="a baseline of the paper; a target with z <= 0 gets no gradient",
+            form=RELU,
+            parameters={"eps": Parameter(default=1e-8, lower_bound=0.0, can_be_learned=False)},
+            arguments=lambda eps: (eps,),
+        ),
+        Definition(
+            name="gss",
+            formula="k (z - c) + c - (k - 1) softplus(z - c)",
+            summary="Parthiban et al. 2021; k = 2, c = 0 is sigsoftmax, k = 1 softmax, k = 0 log(1 + e^z)",
+            form=LOGISTIC,
+            parameters={"k": Parameter(default=2.0), "c": Parameter(default=0.0, can_differ_by_class=True)},
+            arguments=lambda k, c: (1.0, k - 1.0, c),
+        ),
+        Definition(
+            name="softcap",
+            formula="c tanh(z / c)",
+            summary="logits kept within +-c, as in Gemma 2",
+            form=SOFTCAP,
+            parameters={"c": Parameter(default=30.0, lower_bound=0.0, can_be_learned=False)},
+            arguments=lambda c: (c,),
+        ),
+    )
+}
 _registrations = 0
 _FORMS: dict[str, Form] = {form.name: form for form in (LOGISTIC, RELU, SOFTCAP)}
 
 
-def _define(definition: Definition) -> None:
-    _DEFINITIONS[definition.name] = definition
-
-
-_define(
-    Definition(
-        name="softmax",
-        formula="alpha z",
-        summary="the usual one; alpha is the control for 'it is only the scale'",
-        form=LOGISTIC,
-        parameters={"alpha": Parameter(default=1.0, lower_bound=0.0)},
-        arguments=lambda alpha: (alpha, 0.0, 0.0),
-    )
-)
-_define(
-    Definition(
-        name="sigsoftmax",
-        formula="z + log sigmoid(z)",
-        summary="Kanai et al. 2018; raises the rank without a parameter",
-        form=LOGISTIC,
-        arguments=lambda: (1.0, 1.0, 0.0),
-    )
-)
-_define(
-    Definition(
-        name="shifted_sigsoftmax",
-        formula="z + log sigmoid(z + b)",
-        summary="tends to softmax as b grows; b is a scalar or one number per class",
-        form=LOGISTIC,
-        parameters={"b": Parameter(default=0.0, can_differ_by_class=True, learned_in_layers=True)},
-        arguments=lambda b: (1.0, 1.0, -b),
-    )
-)
-_define(
-    Definition(
-        name="sigmoid",
-        formula="log sigmoid(z)",
-        summary="a baseline of the paper",
-        form=LOGISTIC,
-        arguments=lambda: (0.0, 1.0, 0.0),
-    )
-)
-_define(
-    Definition(
-        name="relu",
-        formula="log(max(z, 0) + eps)",
-        summary="a baseline of the paper; a target with z <= 0 gets no gradient",
-        form=RELU,
-        parameters={"eps": Parameter(default=1e-8, lower_bound=0.0, can_be_learned=False)},
-        arguments=lambda eps: (eps,),
-    )
-)
-_define(
-    Definition(
-        name="gss",
-        formula="k (z - c) + c - (k - 1) softplus(z - c)",
-        summary="Parthiban et al. 2021; k = 2, c = 0 is sigsoftmax, k = 1 softmax, k = 0 log(1 + e^z)",
-        form=LOGISTIC,
-        parameters={"k": Parameter(default=2.0), "c": Parameter(default=0.0, can_differ_by_class=True)},
-        arguments=lambda k, c: (1.0, k - 1.0, c),
-    )
-)
-_define(
-    Definition(
-        name="softcap",
-        formula="c tanh(z / c)",
-        summary="logits kept within +-c, as in Gemma 2",
-        form=SOFTCAP,
-        parameters={"c": Parameter(default=30.0, lower_bound=0.0, can_be_learned=False)},
-        arguments=lambda c: (c,),
-    )
-)
-
-
 def registrations() -> int:
-    """How often a user has registered a function: a name may mean another one after that."""
+    """The number of registrations by users so far: a name may mean another function after each."""
     return _registrations
 
 
@@ -196,33 +170,27 @@ def register_function(
     def slope_by_autograd(z: Tensor, *arguments: Tensor) -> Tensor:
         return torch.func.grad(lambda x: phi(x, *arguments).sum())(z)
 
-    def scaled(z: Tensor, anchor: Tensor, *arguments: Tensor) -> Scaled:
+    def scaled(z: Tensor, peak: Tensor, *arguments: Tensor) -> Scaled:
         # Nothing is known of phi: the offset is its own largest value, since that of z may lie elsewhere.
         value = phi(z, *arguments)
         offset = value.detach().amax(-1, keepdim=True)
         return Scaled(value - offset, 1.0, offset)
 
-    def argument_slopes(z: Tensor, anchor: Tensor, *arguments: Tensor) -> ArgumentSlopes:
+    def argument_slopes(z: Tensor, peak: Tensor, *arguments: Tensor) -> ArgumentSlopes:
         wide = [argument.expand_as(z) for argument in arguments]
         slopes = torch.func.grad(lambda *a: phi(z, *a).sum(), argnums=tuple(range(len(wide))))(*wide)
-        return tuple(slopes), tuple(torch.zeros_like(anchor) for _ in wide)
+        return tuple(slopes), tuple(torch.zeros_like(peak) for _ in wide)
 
     global _registrations
     _registrations += 1
-    form = Form(name, phi, slope or slope_by_autograd, scaled, argument_slopes, is_builtin=False)
-    _FORMS[name] = form
-    _define(
-        Definition(
-            name=name,
-            formula=formula,
-            summary="registered by the user",
-            form=form,
-            parameters={
-                key: Parameter(default=float(value), can_differ_by_class=True)
-                for key, value in (parameters or {}).items()
-            },
-            arguments=lambda **values: tuple(values.values()),
-        )
+    _FORMS[name] = Form(name, phi, slope or slope_by_autograd, scaled, argument_slopes, is_builtin=False)
+    _DEFINITIONS[name] = Definition(
+        name=name,
+        formula=formula,
+        summary="registered by the user",
+        form=_FORMS[name],
+        parameters={k: Parameter(default=float(v), can_differ_by_class=True) for k, v in (parameters or {}).items()},
+        arguments=lambda **values: tuple(values.values()),
     )
     return OutputFunction(name)
 
@@ -264,17 +232,17 @@ class OutputFunction:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether its parameters are numbers: those of tensors can change."""
+        """True if no parameter is a tensor, whose values can change."""
         return not any(isinstance(value, Tensor) for value in self.given.values())
 
     @property
     def has_shared_phi(self) -> bool:
-        """Whether one phi serves all classes: no parameter differs by class."""
+        """True if one phi serves all classes: no parameter differs by class."""
         return ParameterKind.PER_CLASS not in self.kinds.values()
 
     @property
     def properties(self) -> Properties:
-        """What is known of phi for the values that its parameters have now.
+        """The known properties of phi for the values that its parameters have now.
 
         The values of tensors are read, for which a device has to be waited for.
         """
@@ -283,17 +251,17 @@ class OutputFunction:
 
     @property
     def lasting_properties(self) -> Properties:
-        """What is known of phi whatever values its tensors, and what a layer learns, take; nothing is read."""
+        """The properties that phi has whatever values its tensors, and what a layer learns, take; nothing is read."""
         return self.form.properties([None if math.isnan(n) else n for n in self._numbers(unknown=self.kinds)])
 
     @property
     def is_linear(self) -> bool:
-        """Whether phi is known to be one line, whatever is learned, so that log f has the rank bound of softmax."""
+        """True if phi is known to be one line, whatever is learned, so that log f has the rank bound of softmax."""
         return self.lasting_properties.is_affine is True
 
     @property
     def is_increasing(self) -> bool:
-        """Whether one phi that is known not to decrease serves all classes: f orders them as the logits.
+        """True if one phi that is known not to decrease serves all classes: f orders them as the logits.
 
         The values of tensors are read as they are now, for which a device has to be waited for.
         """
@@ -316,12 +284,8 @@ class OutputFunction:
                     f"parameter {key!r} of {self.name!r} is to be learned, and only a layer can create it; "
                     f"pass a tensor: OutputFunction({self.name!r}, {key}=tensor)"
                 )
-            differs_by_class = self.kinds.get(key) is ParameterKind.PER_CLASS
-            if isinstance(value, Tensor) and differs_by_class and num_classes not in (None, value.shape[0]):
-                raise ValueError(
-                    f"parameter {key!r} of {self.name!r} has {value.shape[0]} values, but there are {num_classes} "
-                    "classes; give one number, or one per class"
-                )
+            if isinstance(value, Tensor) and num_classes is not None:
+                check_number_of_values(self.name, key, value, num_classes)
             values[key] = value
         return self.definition.arguments(**values)
 
@@ -346,7 +310,7 @@ class OutputFunction:
         return [float(argument) for argument in arguments]
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are the same function: the same member with the same numbers, or the very same tensors."""
+        """Compare members and their parameters: numbers by value, tensors by identity."""
         return isinstance(other, OutputFunction) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
@@ -370,26 +334,16 @@ class OutputFunction:
         """The same member with some parameters replaced."""
         return OutputFunction(self.name, **{**self.given, **parameters})
 
-    @classmethod
-    def parse(cls, text: str | OutputFunction) -> OutputFunction:
+    @staticmethod
+    def parse(text: str | OutputFunction) -> OutputFunction:
         """Read ``"gss"``, ``"gss(k=0.2)"``, ``"gss(k=learned:0.5)"`` or ``"shifted_sigsoftmax(b=per_class:4)"``."""
         if isinstance(text, OutputFunction):
             return text
         if not isinstance(text, str):
             raise ValueError(f"function must be a name or an OutputFunction, got {type(text).__name__}")
-        match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", text)
-        if match is None:
-            raise ValueError(f"cannot read the output function {text!r}; write it like 'gss(k=0.2)'")
-        name, inside = match.group(1), match.group(2) or ""
-        parameters: dict[str, Value] = {}
-        for item in filter(None, (part.strip() for part in inside.split(","))):
-            key, equals, value = (part.strip() for part in item.partition("="))
-            if not equals:
-                raise ValueError(f"cannot read {item!r} in {text!r}; write parameters like 'k=0.2'")
-            if key in parameters:
-                raise ValueError(f"parameter {key!r} twice in {text!r}; give it once")
-            parameters[key] = parsed_value(text, value)
-        return cls(name, **parameters)
+        if torch.compiler.is_compiling():
+            return _parsed(text)
+        return _parsed_once(text, _registrations)
 
     def __str__(self) -> str:
         inside = ", ".join(f"{key}={printed_value(value)}" for key, value in self.given.items())
@@ -401,6 +355,28 @@ class OutputFunction:
     def __reduce__(self) -> tuple[Callable[..., OutputFunction], tuple[str, dict[str, Value]]]:
         # By name: a definition holds functions, and the reader has its own.
         return _with_values, (self.name, self.given)
+
+
+def _parsed(text: str) -> OutputFunction:
+    call = parse_call(text)
+    if call is None:
+        raise ValueError(f"cannot read the output function {text!r}; write it like 'gss(k=0.2)'")
+    parameters: dict[str, Value] = {}
+    for item in filter(None, call.items or ()):
+        pair = key_and_value(item)
+        if pair is None:
+            raise ValueError(f"cannot read {item!r} in {text!r}; write parameters like 'k=0.2'")
+        key, value = pair
+        if key in parameters:
+            raise ValueError(f"parameter {key!r} twice in {text!r}; give it once")
+        parameters[key] = parsed_value(text, value)
+    return OutputFunction(call.name, **parameters)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_once(text: str, _: int) -> OutputFunction:
+    """Names are read once, until one is registered again."""
+    return _parsed(text)
 
 
 def _with_values(name: str, given: dict[str, Value]) -> OutputFunction:

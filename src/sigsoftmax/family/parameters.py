@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from sigsoftmax import torch_internals
 
 
 class ParameterKind(enum.Enum):
-    """What a parameter that is no fixed number holds."""
+    """The kind of a parameter that is no fixed number."""
 
     SCALAR = "scalar"
     """one number for all classes, a tensor of shape ()"""
@@ -39,6 +39,10 @@ class Learned:
     def kind(self) -> ParameterKind:
         return ParameterKind.PER_CLASS if self.per_class else ParameterKind.SCALAR
 
+    def start(self, default: float, num_classes: int) -> tuple[float, tuple[int, ...]]:
+        """The first value and the shape of the parameter."""
+        return (default if self.initial is None else self.initial), (num_classes,) if self.per_class else ()
+
 
 Value = float | Tensor | Learned
 Number = float | Tensor
@@ -46,7 +50,7 @@ Number = float | Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """What a member's parameter may be."""
+    """The default of a member's parameter, and the values that it may have."""
 
     default: float
     lower_bound: float = -math.inf
@@ -95,6 +99,15 @@ def checked_value(name: str, key: str, spec: Parameter, value: Value | int) -> t
     return _check_number(where, float(value), spec), None
 
 
+def check_number_of_values(name: str, key: str, values: Any, num_classes: int) -> None:
+    """Check that a parameter, or the description of its tensor, holds one number, or one for each class."""
+    if kind_of(values) is ParameterKind.PER_CLASS and values.shape[0] != num_classes:
+        raise ValueError(
+            f"parameter {key!r} of {name!r} has {values.shape[0]} values, but there are {num_classes} "
+            "classes; give one number, or one per class"
+        )
+
+
 def _check_number(where: str, number: float, spec: Parameter) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{where} must be finite, got {number}")
@@ -105,20 +118,17 @@ def _check_number(where: str, number: float, spec: Parameter) -> float:
 
 def parsed_value(text: str, value: str) -> Value:
     """The value of a parameter as it is written in ``text``, the text of a member, which messages quote."""
-    kind: Literal["", "learned", "per_class"] = ""
-    if value.partition(":")[0] in ("learned", "per_class"):
-        kind, _, value = value.partition(":")  # type: ignore[assignment]
+    kind, _, initial = value.partition(":")
+    is_learned = kind in ("learned", "per_class")
     try:
-        number = float(value) if value or not kind else None
+        if not is_learned:
+            return float(value)
+        return Learned(initial=float(initial) if initial else None, per_class=kind == "per_class")
     except ValueError:
         raise ValueError(
-            f"cannot read the value {value!r} in {text!r}; write a number, 'learned', 'learned:0.5', "
-            "'per_class' or 'per_class:0.5'"
+            f"cannot read the value {(initial if is_learned else value)!r} in {text!r}; write a number, 'learned', "
+            "'learned:0.5', 'per_class' or 'per_class:0.5'"
         ) from None
-    if kind:
-        return Learned(initial=number, per_class=kind == "per_class")
-    assert number is not None
-    return number
 
 
 def printed_value(value: Value) -> str:

@@ -5,29 +5,19 @@ Shapes: (..., h) input of the layer, K components, d latent features, V classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sigsoftmax.contract.rows import compute_dtype
-from sigsoftmax.contract.signature import is_dtensor
 from sigsoftmax.contract.spec import Function, prior_of
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.layers.output_layer import (
-    FunctionModule,
-    check_positive,
-    log_probs_to_draw,
-    output_bias,
-    output_weight,
-    sample_from,
-)
+from sigsoftmax.layers.output_layer import OutputModule, check_positive, log_probs_to_draw, sample_from
 from sigsoftmax.losses import functional
-from sigsoftmax.losses.op import Extras
 
 
-class MixtureOutputLayer(FunctionModule):
+class MixtureOutputLayer(OutputModule):
     """K output functions over one output matrix, mixed by a prior that depends on the input.
 
     prior logits = input W_pi (no bias); latent_k = tanh(input W_h + b_h), dropped out by ``latent_dropout`` (a module
@@ -53,18 +43,13 @@ class MixtureOutputLayer(FunctionModule):
         )
         super().__init__(function, num_classes)
         self.latent_features = latent_features
-        self.num_classes = num_classes
         self.components = components
         self.prior_function = None if prior_function is None else _with_plain_numbers(prior_function)
         self.prior = nn.Linear(in_features, components, bias=False)
         self.latent = nn.Linear(in_features, components * latent_features)
         self.latent_dropout = nn.Identity() if latent_dropout is None else latent_dropout
-        self.weight = output_weight(weight, num_classes, latent_features)
-        self.bias = output_bias(self.weight) if bias else None
+        self._add_output_matrix(weight, num_classes, latent_features, bias)
         self.floor = floor
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.log_probs(hidden)
 
     def latent_vectors(self, hidden: Tensor) -> Tensor:
         """(..., K, d)"""
@@ -83,35 +68,14 @@ class MixtureOutputLayer(FunctionModule):
             floor=self.floor,
         )
 
-    @overload
-    def loss(self, hidden: Tensor, target: Tensor, *, extras: None = ..., **options: Any) -> Tensor: ...
-
-    @overload
-    def loss(
-        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str], **options: Any
-    ) -> tuple[Tensor, Extras]: ...
-
-    def loss(
-        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str] | None = None, **options: Any
-    ) -> Tensor | tuple[Tensor, Extras]:
-        """:func:`mixture_cross_entropy` with this layer's parameters and any of its options.
-
-        If the weight is a DTensor, sharded by classes, the vocabulary-parallel one of ``sigsoftmax.distributed``.
-        """
-        compute: Any = functional.mixture_cross_entropy
-        if is_dtensor(self.weight):
-            from sigsoftmax import distributed
-
-            compute = distributed.mixture_cross_entropy
-        return compute(
+    def _loss(self, losses: Any, hidden: Tensor, target: Tensor, **options: Any) -> Any:
+        return losses.mixture_cross_entropy(
             self.latent_vectors(hidden),
             self.prior(hidden),
             self.weight,
             target,
             function=self.function,
             prior_function=self.prior_function,
-            linear_bias=self.bias,
-            extras=extras,
             **{"floor": self.floor, **options},
         )
 
@@ -145,11 +109,6 @@ class MixtureOutputLayer(FunctionModule):
     def _drawn_from(self, latent: Tensor, num_samples: int | None, generator: torch.Generator | None) -> Tensor:
         logits = nn.functional.linear(latent, self.weight, self.bias)
         return sample_from(log_probs_to_draw(logits, self.function), num_samples, 1.0, generator)
-
-    @torch.no_grad()
-    def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
-        """The log-probabilities and indices of the k likeliest classes, each (..., k)."""
-        return self.log_probs(hidden).topk(k, dim=-1)
 
     def extra_repr(self) -> str:
         return f"components={self.components}, num_classes={self.num_classes}, {super().extra_repr()}"

@@ -38,7 +38,13 @@ class FunctionModule(nn.Module):
         for key, spec in member.definition.parameters.items():
             value = member.given.get(key, Learned() if spec.learned_in_layers else spec.default)
             if isinstance(value, Learned):
-                self.function_parameters[key] = nn.Parameter(_initial(member, key, value, spec.default, num_classes))
+                if value.per_class and num_classes is None:
+                    raise ValueError(
+                        f"parameter {key!r} of {member.name!r} cannot be learned per class here, since the number of "
+                        "classes is not known; pass a tensor"
+                    )
+                initial, shape = value.start(spec.default, num_classes or 0)
+                self.function_parameters[key] = nn.Parameter(torch.full(shape, float(initial)))
             elif isinstance(value, nn.Parameter):
                 self.function_parameters[key] = value
             elif isinstance(value, Tensor):
@@ -63,50 +69,81 @@ def buffer_name(key: str) -> str:
     return f"function_{key}"
 
 
-def _initial(member: OutputFunction, key: str, value: Learned, default: float, num_classes: int | None) -> Tensor:
-    if value.per_class and num_classes is None:
-        raise ValueError(
-            f"parameter {key!r} of {member.name!r} cannot be learned per class here, since the number of classes is "
-            "not known; pass a tensor"
-        )
-    shape = (num_classes,) if value.per_class and num_classes is not None else ()
-    return torch.full(shape, float(default if value.initial is None else value.initial))
-
-
 def check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 
-def output_weight(weight: Tensor | None, num_classes: int, features: int) -> nn.Parameter:
-    """A weight (V, d) to share, or a new one with the initialisation of nn.Linear.
+class OutputModule(FunctionModule):
+    """A module with an output function over the classes of an output matrix: what output layers have in common."""
 
-    The annotation is Tensor because torch annotates the weights of its modules so.
-    """
-    if weight is None:
-        fresh = torch.empty(num_classes, features)
-        nn.init.uniform_(fresh, -1.0 / math.sqrt(features), 1.0 / math.sqrt(features))
-        return nn.Parameter(fresh)
-    if not isinstance(weight, nn.Parameter):
-        raise ValueError(
-            f"a tied weight must be the nn.Parameter of another module, got {type(weight).__name__}; "
-            "a plain tensor would neither move nor be saved with the layer"
-        )
-    if weight.shape != (num_classes, features):
-        raise ValueError(
-            f"a tied weight must have the shape (num_classes, features) = ({num_classes}, {features}), "
-            f"got {tuple(weight.shape)}"
-        )
-    return weight
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def _add_output_matrix(self, weight: Tensor | None, num_classes: int, features: int, bias: bool) -> None:
+        """Share a weight (V, d), or make a new one with the initialisation of nn.Linear.
+
+        The weight is annotated as a tensor because torch annotates the weights of its modules so.
+        """
+        if weight is None:
+            fresh = torch.empty(num_classes, features)
+            weight = nn.Parameter(nn.init.uniform_(fresh, -1.0 / math.sqrt(features), 1.0 / math.sqrt(features)))
+        if not isinstance(weight, nn.Parameter):
+            raise ValueError(
+                f"a tied weight must be the nn.Parameter of another module, got {type(weight).__name__}; "
+                "a plain tensor would neither move nor be saved with the layer"
+            )
+        if weight.shape != (num_classes, features):
+            raise ValueError(
+                f"a tied weight must have the shape (num_classes, features) = ({num_classes}, {features}), "
+                f"got {tuple(weight.shape)}"
+            )
+        self.num_classes = num_classes
+        self.weight = weight
+        # Where the weight is and in its dtype: a tied weight may have been moved already.
+        zeros_V = torch.zeros(num_classes, dtype=weight.dtype, device=weight.device)
+        self.bias = nn.Parameter(zeros_V) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.log_probs(hidden)
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """(..., V)"""
+        raise NotImplementedError
+
+    @overload
+    def loss(self, hidden: Tensor, target: Tensor, *, extras: None = ..., **options: Any) -> Tensor: ...
+
+    @overload
+    def loss(
+        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str], **options: Any
+    ) -> tuple[Tensor, Extras]: ...
+
+    def loss(
+        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str] | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Extras]:
+        """The cross-entropy of this layer: :func:`linear_cross_entropy`, of a mixture :func:`mixture_cross_entropy`.
+
+        It takes any of its options. If the weight is a DTensor, sharded by classes, it is the vocabulary-parallel one
+        of ``sigsoftmax.distributed``.
+        """
+        losses: Any = functional
+        if is_dtensor(self.weight):
+            from sigsoftmax import distributed as losses
+        return self._loss(losses, hidden, target, linear_bias=self.bias, extras=extras, **options)
+
+    def _loss(self, losses: Any, hidden: Tensor, target: Tensor, **options: Any) -> Any:
+        """The loss by the functions of a module."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
+        """The log-probabilities and indices of the k likeliest classes, each (..., k)."""
+        return self.log_probs(hidden).topk(k, dim=-1)
 
 
-def output_bias(weight: nn.Parameter) -> nn.Parameter:
-    """Zeros (V,), where the weight is and in its dtype: a tied weight may have been moved already."""
-    return nn.Parameter(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device))
-
-
-class OutputLayer(FunctionModule):
+class OutputLayer(OutputModule):
     """The last layer of a classifier or language model: a linear map and an output function.
 
     ``weight`` ties the matrix to another one, say an embedding's. Training goes through :meth:`loss`, which never
@@ -130,12 +167,7 @@ class OutputLayer(FunctionModule):
         check_positive(in_features=in_features, num_classes=num_classes)
         super().__init__(function, num_classes)
         self.in_features = in_features
-        self.num_classes = num_classes
-        self.weight = output_weight(weight, num_classes, in_features)
-        self.bias = output_bias(self.weight) if bias else None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.log_probs(hidden)
+        self._add_output_matrix(weight, num_classes, in_features, bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """z, before the output function: (..., V)."""
@@ -145,29 +177,8 @@ class OutputLayer(FunctionModule):
         """(..., V)"""
         return functional.log_probs(self.logits(hidden), function=self.function)
 
-    @overload
-    def loss(self, hidden: Tensor, target: Tensor, *, extras: None = ..., **options: Any) -> Tensor: ...
-
-    @overload
-    def loss(
-        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str], **options: Any
-    ) -> tuple[Tensor, Extras]: ...
-
-    def loss(
-        self, hidden: Tensor, target: Tensor, *, extras: Sequence[str] | None = None, **options: Any
-    ) -> Tensor | tuple[Tensor, Extras]:
-        """:func:`linear_cross_entropy` with this layer's parameters and any of its options.
-
-        If the weight is a DTensor, sharded by classes, the vocabulary-parallel one of ``sigsoftmax.distributed``.
-        """
-        compute: Any = functional.linear_cross_entropy
-        if is_dtensor(self.weight):
-            from sigsoftmax import distributed
-
-            compute = distributed.linear_cross_entropy
-        return compute(
-            hidden, self.weight, target, function=self.function, linear_bias=self.bias, extras=extras, **options
-        )
+    def _loss(self, losses: Any, hidden: Tensor, target: Tensor, **options: Any) -> Any:
+        return losses.linear_cross_entropy(hidden, self.weight, target, function=self.function, **options)
 
     @torch.no_grad()
     def sample(
@@ -184,14 +195,8 @@ class OutputLayer(FunctionModule):
         """
         return sample_from(log_probs_to_draw(self.logits(hidden), self.function), num_samples, temperature, generator)
 
-    @torch.no_grad()
-    def topk(self, hidden: Tensor, k: int) -> torch.return_types.topk:
-        """The log-probabilities and indices of the k likeliest classes, each (..., k)."""
-        return self.log_probs(hidden).topk(k, dim=-1)
-
     def extra_repr(self) -> str:
-        bias = self.bias is not None
-        return f"{self.in_features}, {self.num_classes}, {super().extra_repr()}, bias={bias}"
+        return f"{self.in_features}, {self.num_classes}, {super().extra_repr()}, bias={self.bias is not None}"
 
 
 def log_probs_to_draw(logits: Tensor, function: OutputFunction) -> Tensor:

@@ -84,7 +84,7 @@ def mixture_log_probs(
     return log_probs_op.log_probs(spec, operands)
 
 
-class LossOptions(TypedDict, total=False):
+class LossKwargs(TypedDict, total=False):
     """The keywords that all losses share."""
 
     function: Required[Function]
@@ -97,13 +97,13 @@ class LossOptions(TypedDict, total=False):
     backend: str | None
 
 
-class LinearLossOptions(LossOptions, total=False):
+class LinearLossKwargs(LossKwargs, total=False):
     linear_bias: Tensor | None
     weight: Tensor | None
     weight_gradient: WeightGradient
 
 
-class MixtureLossOptions(LinearLossOptions, total=False):
+class MixtureLossKwargs(LinearLossKwargs, total=False):
     prior_function: Function | None
     floor: float
 
@@ -116,7 +116,7 @@ def cross_entropy(
     *,
     dim: int | None = ...,
     extras: None = ...,
-    **options: Unpack[LossOptions],
+    **options: Unpack[LossKwargs],
 ) -> Tensor: ...
 
 
@@ -128,7 +128,7 @@ def cross_entropy(
     *,
     dim: int | None = ...,
     extras: Sequence[str],
-    **options: Unpack[LossOptions],
+    **options: Unpack[LossKwargs],
 ) -> tuple[Tensor, Extras]: ...
 
 
@@ -188,13 +188,13 @@ def _classes_last(input: Tensor, target: Tensor, dim: int | None) -> tuple[Tenso
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: None = ..., **options: Unpack[LinearLossOptions]
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: None = ..., **options: Unpack[LinearLossKwargs]
 ) -> Tensor: ...
 
 
 @overload
 def linear_cross_entropy(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: Sequence[str], **options: Unpack[LinearLossOptions]
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, extras: Sequence[str], **options: Unpack[LinearLossKwargs]
 ) -> tuple[Tensor, Extras]: ...
 
 
@@ -253,7 +253,7 @@ def mixture_cross_entropy(
     target: Tensor,
     *,
     extras: None = ...,
-    **options: Unpack[MixtureLossOptions],
+    **options: Unpack[MixtureLossKwargs],
 ) -> Tensor: ...
 
 
@@ -265,7 +265,7 @@ def mixture_cross_entropy(
     target: Tensor,
     *,
     extras: Sequence[str],
-    **options: Unpack[MixtureLossOptions],
+    **options: Unpack[MixtureLossKwargs],
 ) -> tuple[Tensor, Extras]: ...
 
 

@@ -1,13 +1,22 @@
-"""What backward passes share: scaling stored gradients, and refusing to be differentiated twice."""
+"""Backward passes: gradients that are computed again or were stored, and that refuse to be differentiated twice.
+
+The autograd functions serve calls outside torch.compile, where calls through torch.library cost more than a small loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sigsoftmax import torch_internals
+from sigsoftmax.contract.operands import Operands
+from sigsoftmax.losses.lowering import Lowered
+
+Gradients = Sequence[Tensor | None]
+"""in the order of ``Operands.differentiable``; None where a gradient is not wanted"""
 
 NO_SECOND_DERIVATIVE = (
     "sigsoftmax: the fast backends have no second derivative; pass backend='reference' (plain torch, which holds "
@@ -15,54 +24,80 @@ NO_SECOND_DERIVATIVE = (
 )
 
 
+class RecomputingFunction(torch.autograd.Function):
+    """Results that save their operands, and whose gradients are computed when they are asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Callable[[Lowered, Operands], tuple[Tensor | None, ...]],
+        gradients: Callable[[Lowered, Operands, Tensor], Gradients],
+        lowered: Lowered,
+        arguments: int,
+        shard: Any,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gradients, ctx.lowered, ctx.arguments, ctx.shard = gradients, lowered, arguments, shard
+        ctx.save_for_backward(*tensors)
+        outputs = compute(lowered, Operands.from_flat(tensors, arguments, shard))
+        ctx.mark_non_differentiable(*(extra for extra in outputs[1:] if extra is not None))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, by_output: Tensor | None, *_: Tensor | None) -> Gradients:
+        saved = ctx.saved_tensors
+        if by_output is None:
+            return (None,) * len(ctx.needs_input_grad)
+        with torch.no_grad():
+            operands = Operands.from_flat(saved, ctx.arguments, ctx.shard)
+            gradients = ctx.gradients(ctx.lowered, operands, by_output)
+        return (*(None,) * 5, *_of_operands(not_differentiable_again(gradients, (by_output, *saved))))
+
+
+class StoringFunction(torch.autograd.Function):
+    """A loss of one number, whose gradients are computed with it and multiplied by the incoming one."""
+
+    @staticmethod
+    def forward(ctx: Any, path: Any, arguments: int, shard: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        results = path.compute(Operands.from_flat(tensors, arguments, shard))
+        ctx.set_materialize_grads(False)
+        ctx.scale = path.scale
+        ctx.mark_non_differentiable(*(extra for extra in results.extras if extra is not None))
+        # An output leads a second derivative to the inputs; not the loss, which its owner may change.
+        ctx.save_for_backward(results.losses_N, *results.gradients)
+        return results.loss, results.losses_N, *results.extras
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor | None, *_: Tensor | None) -> Gradients:
+        losses, *stored = ctx.saved_tensors
+        if by_loss is None:
+            return (None,) * len(ctx.needs_input_grad)
+        # Saved outputs come back as results; a gradient that wants a gradient is for create_graph alone.
+        kept = [None if t is None else t.detach() if t.requires_grad else t for t in stored]
+        gradients = not_differentiable_again(_times(kept, by_loss, ctx.scale), (by_loss, losses))
+        return (None, None, None, *_of_operands(gradients))
+
+
+def _of_operands(gradients: Gradients) -> Gradients:
+    """Gradients in the order of ``Operands.flat``: targets and class weights have none."""
+    return (*gradients[:4], None, None, *gradients[4:])
+
+
 def is_traced(tensor: Tensor) -> bool:
-    """Whether torch.compile is looking. While it traces backward formulas only the type of a tensor tells."""
+    """Tell whether torch.compile is looking. While it traces backward formulas only the type of a tensor tells."""
     return torch.compiler.is_compiling() or type(tensor) is not Tensor
 
 
-def times(
-    gradients: Sequence[Tensor | None], factor: Tensor, in_place: Callable[[Sequence[Tensor], Tensor], None]
-) -> list[Tensor | None]:
+def _times(gradients: Gradients, factor: Tensor, in_place: Callable[[Sequence[Tensor], Tensor], None]) -> Gradients:
     """Gradients times the incoming gradient, ``in_place`` where nobody will ask for them again."""
     if is_traced(factor) or torch_internals.keeps_graph() or torch.is_grad_enabled():
         return [None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients]
     in_place([gradient for gradient in gradients if gradient is not None], factor)
-    return list(gradients)
+    return gradients
 
 
-def joined(gradients: Sequence[Tensor | None], arguments: Sequence[Tensor], numbers: Tensor) -> Tensor:
-    """Gradients of all arguments in one vector like ``numbers``, 0 where one is not wanted; empty where none is."""
-    if all(gradient is None for gradient in gradients):
-        return torch.empty_like(numbers)
-    return torch.cat(
-        [
-            numbers.new_zeros(t.numel()) if g is None else g.flatten().to(numbers.device, numbers.dtype)
-            for g, t in zip(gradients, arguments, strict=True)
-        ]
-    )
-
-
-def split(
-    dense: Sequence[Tensor | None], joined_arguments: Tensor, arguments: Sequence[Tensor], wanted: Sequence[bool]
-) -> list[Tensor | None]:
-    """From the results of an op to one gradient for each operand that may want one; the last of them were joined."""
-    pieces: Sequence[Tensor | None] = [None] * len(arguments)
-    if any(wanted[len(dense) :]):
-        pieces = [
-            piece.view(a.shape).to(a.device, a.dtype)
-            for piece, a in zip(torch.split(joined_arguments, [a.numel() for a in arguments]), arguments, strict=True)
-        ]
-    return [g if want else None for g, want in zip((*dense, *pieces), wanted, strict=True)]
-
-
-def nothing_for(options: Sequence[object]) -> list[list[Tensor] | None]:
-    """What an op's backward returns for arguments without a gradient; torch takes an empty list for one of tensors."""
-    return [[] if isinstance(option, list) and not option else None for option in options]
-
-
-def not_differentiable_again(
-    outputs: Sequence[Tensor | None], through: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
+def not_differentiable_again(outputs: Gradients, through: Sequence[Tensor | None]) -> Gradients:
     """Under create_graph=True, gradients whose own derivative raises: never silently zero.
 
     ``through`` leads to what they depend on; without it a derivative by that would be found unused, not raise.

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import Any
 
 from sigsoftmax.backends import reference
-from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Decision, Problem, Refusal
 from sigsoftmax.contract.signature import BACKEND_VARIABLE, Signature, TensorSignature
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
+from sigsoftmax.contract.spec import CallSpec, LogProbsSpec, LossSpec
 from sigsoftmax.losses.validation import log_probs_problem, loss_problem
 
 REFERENCE = "reference"
@@ -28,7 +24,8 @@ MOST_LOWERED = 1024
 NEEDS_AUTOGRAD = "probability targets and class weights that require a gradient need plain autograd"
 PLAIN_AUTOGRAD = "plain torch with the logits of all tokens at once"
 
-Spec = LossSpec | LogProbsSpec
+plain_loss, plain_log_probs = reference.loss, reference.log_probs_of
+"""Losses and log-probabilities by plain autograd."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,19 +38,12 @@ class Lowered:
     """a ``LossPath`` or ``LogProbsPath``; None for plain autograd"""
 
 
-class _Chosen(NamedTuple):
-    """A backend that was asked for, None if none was, and by whom."""
-
-    backend: str | None
-    by: str
-
-
-_lowered: dict[tuple[Spec, Signature], Lowered] = {}
+_lowered: dict[tuple[CallSpec, Signature], Lowered] = {}
 _lock = threading.Lock()
 _last: Decision | None = None
 
 
-def lower(spec: Spec, signature: Signature) -> Lowered:
+def lower(spec: CallSpec, signature: Signature) -> Lowered:
     """The way to compute a call, found again or decided now; ``explain`` will tell of it."""
     global _last
     key = (spec, signature)
@@ -73,56 +63,54 @@ def lower(spec: Spec, signature: Signature) -> Lowered:
 
 
 def explain() -> Decision | None:
-    """How the last operation in this process was computed, and why not faster; None before any."""
+    """The decision of the last operation in this process: its path, and why none was faster; None before any."""
     return _last
 
 
-def _decide(spec: Spec, signature: Signature) -> Lowered:
+def _decide(spec: CallSpec, signature: Signature) -> Lowered:
     problem: Problem[Any]
     if isinstance(spec, LossSpec):
         problem, operation = loss_problem(spec, signature), "lower_loss"
     else:
+        assert isinstance(spec, LogProbsSpec)
         problem, operation = log_probs_problem(spec, signature), "lower_log_probs"
-    chosen = chosen_backend(spec.backend, signature.backend_variable)
+    chosen, chosen_by = chosen_backend(spec.backend, signature.backend_variable)
     reason = why_only_reference(signature)
-    if chosen.backend == REFERENCE:
-        return _by_reference(problem, Decision(REFERENCE, chosen.by, PLAIN_AUTOGRAD))
+    if chosen == REFERENCE:
+        return _by_reference(problem, Decision(REFERENCE, chosen_by, PLAIN_AUTOGRAD))
     if reason is not None:
-        if chosen.backend is not None:
-            raise ValueError(f"backend {chosen.backend!r} cannot be used: {reason}; pass backend='reference'")
+        if chosen is not None:
+            raise ValueError(f"backend {chosen!r} cannot be used: {reason}; pass backend='reference'")
         refused = dict.fromkeys(BACKENDS, reason)
         return _by_reference(problem, Decision(REFERENCE, "the inputs", PLAIN_AUTOGRAD, refused))
     refused = {}
-    for name, module in BACKENDS.items():
-        if chosen.backend not in (None, name):
-            continue
-        lower_to: Callable[[Problem[Any]], Any] = getattr(importlib.import_module(module), operation)
-        path = lower_to(problem)
+    for name in BACKENDS if chosen is None else (chosen,):
+        path = getattr(importlib.import_module(BACKENDS[name]), operation)(problem)
         if not isinstance(path, Refusal):
             refused |= {f"{name}, {way}": why for way, why in getattr(path, "refused", {}).items()}
-            return Lowered(problem, Decision(name, chosen.by, path.description, refused), path)
-        if chosen.backend is not None:
+            return Lowered(problem, Decision(name, chosen_by, path.description, refused), path)
+        if chosen is not None:
             raise ValueError(f"backend {name!r} cannot be used: {path.reason}; leave the choice to the package")
         refused[name] = path.reason
     raise AssertionError("the last backend serves every operation")
 
 
-def chosen_backend(asked: str | None, variable: str | None) -> _Chosen:
-    """The backend that was asked for, and by whom; None if by nobody."""
+def chosen_backend(asked: str | None, variable: str | None) -> tuple[str | None, str]:
+    """The backend that was asked for, None if none was, and by whom."""
     name, by = asked, "the argument backend="
     if name is None:
         name, by = variable, f"the environment variable {BACKEND_VARIABLE}"
     if name is None:
-        return _Chosen(None, "default")
+        return None, "default"
     known = (REFERENCE, *BACKENDS)
     if name not in known:
         raise ValueError(f"unknown backend {name!r} ({by}); known: {', '.join(known)}")
-    return _Chosen(name, by)
+    return name, by
 
 
 def why_only_reference(signature: Signature) -> str | None:
     """Why nothing but plain autograd can compute a call; None if a fast backend can."""
-    tensors = list(_tensors(signature.operands))
+    tensors = [operand for operand in signature.operands.flat if isinstance(operand, TensorSignature)]
     if signature.wants_plain_autograd:
         return NEEDS_AUTOGRAD
     if signature.in_transform or any(tensor.is_wrapped for tensor in tensors):
@@ -141,19 +129,3 @@ def _by_reference(problem: Problem[Any], decision: Decision) -> Lowered:
             "of sigsoftmax itself"
         )
     return Lowered(problem, decision, None)
-
-
-def _tensors(operands: Operands) -> Iterator[TensorSignature]:
-    for operand in operands.flat:
-        if isinstance(operand, TensorSignature):
-            yield operand
-
-
-def plain_loss(problem: Problem[LossSpec], operands: Operands) -> reference.LossValues:
-    """The loss by plain autograd."""
-    return reference.loss(problem, operands)
-
-
-def plain_log_probs(problem: Problem[LogProbsSpec], operands: Operands) -> Tensor:
-    """Log-probabilities by plain autograd."""
-    return reference.log_probs_of(problem, operands)

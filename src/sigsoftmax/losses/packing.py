@@ -1,13 +1,15 @@
-"""Specifications as flat arguments of an op, and back.
+"""Calls as flat arguments of an op, and gradients as its results.
 
 An op of torch.library takes tensors, numbers and texts. Numbers stay numbers, so that torch.compile may make symbols
-of them. This is the only place that lists the fields of a specification one by one.
+of them. The names of an op's arguments are those of its schema; an argument that is no operand, and has no entry in
+:meth:`PackedOp.pack`, is the field of that name of the specification.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,150 +17,182 @@ from torch import Tensor
 
 from sigsoftmax import family
 from sigsoftmax.contract.operands import Operands, Wanted
-from sigsoftmax.contract.signature import BACKEND_VARIABLE, autocast_dtype, wants_gradient
-from sigsoftmax.contract.spec import (
-    EXTRAS,
-    LogProbsSpec,
-    LossSpec,
-    MemberSpec,
-    log_probs_spec,
-    loss_spec,
-)
+from sigsoftmax.contract.problem import Problem
+from sigsoftmax.contract.signature import BACKEND_VARIABLE, Signature, autocast_dtype, wants_gradient
+from sigsoftmax.contract.spec import EXTRAS, CallSpec, MemberSpec
 from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.losses.gradients import Gradients, not_differentiable_again
 from sigsoftmax.losses.lowering import NEEDS_AUTOGRAD, REFERENCE, chosen_backend
 
 KINDS: tuple[ParameterKind | None, ...] = (None, ParameterKind.SCALAR, ParameterKind.PER_CLASS)
-"""of an argument by its number in an op; the first is a fixed number"""
-TENSORS = ("input", "weight", "bias", "prior_logits", "target", "class_weight", "token_weights")
-MEMBERS = ("form", "values", "kinds", "prior_form", "prior_values", "prior_kinds")
-LOSS_OPTIONS = ("reduction", "ignore_index", "label_smoothing", "z_loss", "floor", "weight_gradient", "chunk_bytes")
-LOSS_FIELDS = (
-    *TENSORS,
-    *("arguments", "prior_arguments", "by_losses"),
-    *MEMBERS,
-    *LOSS_OPTIONS,
-    *("extras", "backend", "autocast", "wanted"),
-)
-"""the arguments of the op of losses, in their order"""
+"""The kind of a form's argument by its number in an op; the first is a fixed number."""
+OPERANDS = Operands._fields[:9]
+DENSE = ("input", "weight", "bias", "prior_logits", "token_weights")
+"""The operands that may want a gradient, besides the arguments of forms."""
+NO_OPTIONS = {*OPERANDS, "by_output", "extras", "autocast", "wanted"}
 
 
 class TracedSignature(NamedTuple):
-    """What validation asks of a signature, of tensors that torch.compile traces."""
+    """The part of a signature that validation asks for, of tensors that torch.compile traces."""
 
     operands: Operands
     wanted: Wanted
     autocast: torch.dtype | None
 
 
-def traced_signature(spec: LossSpec | LogProbsSpec, operands: Operands) -> tuple[TracedSignature, str | None]:
+def traced_signature(spec: CallSpec, operands: Operands) -> tuple[TracedSignature, str | None]:
     """A signature of tensors that torch.compile traces, and the backend that was asked for, or must be."""
     wanted = Wanted.of([wants_gradient(t) for t in operands.differentiable], len(operands.arguments))
     device = operands.input.device if isinstance(operands.input, Tensor) else torch.device("cpu")
-    signature = TracedSignature(operands, wanted, autocast_dtype(device))
-    backend = chosen_backend(spec.backend, os.environ.get(BACKEND_VARIABLE) or None).backend
+    backend, _ = chosen_backend(spec.backend, os.environ.get(BACKEND_VARIABLE) or None)
     if wants_gradient(operands.target) or wants_gradient(operands.class_weight):
         if backend not in (None, REFERENCE):
             raise ValueError(f"backend {backend!r} cannot be used: {NEEDS_AUTOGRAD}; pass backend='reference'")
         backend = REFERENCE
-    return signature, backend
+    return TracedSignature(operands, wanted, autocast_dtype(device)), backend
 
 
-def _packed_member(member: MemberSpec | None) -> tuple[str | None, list[float], list[int]]:
-    if member is None:
-        return None, [], []
-    numbers = [0.0 if value is None else value for value in member.numbers]
-    kinds = [0 if isinstance(value, float) else KINDS.index(value) for value in member.values]
-    return member.form.name, numbers, kinds
+class PackedOp:
+    """An op of torch.library whose arguments are a packed call, and whose last results are packed gradients.
+
+    The gradients are those of its first result if it is given the incoming gradient, ``by_output``. Its schema is read
+    from its fake. ``make_spec`` is ``loss_spec`` or ``log_probs_spec``.
+    """
+
+    def __init__(
+        self, name: str, make_spec: Callable[..., CallSpec], compute: Callable[..., Any], fake: Callable[..., Any]
+    ) -> None:
+        self.make_spec = make_spec
+        self.fields = tuple(inspect.signature(fake).parameters)
+        schema = torch.library.infer_schema(fake, mutates_args=())
+        self.op = torch.library.custom_op(name, compute, mutates_args=(), schema=schema)
+        self.op.register_fake(fake)
+
+    def pack(
+        self,
+        spec: CallSpec,
+        operands: Operands,
+        signature: Signature | TracedSignature,
+        backend: str | None,
+        by_output: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        """The arguments of the op."""
+        given = {
+            **_packed_operands(operands),
+            **_packed_member("", spec.member),
+            **_packed_member("prior_", spec.prior),
+            "by_output": by_output,
+            "extras": [name in (getattr(spec, "extras", None) or ()) for name in EXTRAS],
+            "backend": backend,
+            "autocast": signature.autocast,
+            "wanted": list(signature.wanted.flat),
+        }
+        return tuple(given[name] if name in given else getattr(spec, name) for name in self.fields)
+
+    def unpack(self, packed: Sequence[Any]) -> tuple[Any, Operands, Wanted, torch.dtype | None, Tensor | None]:
+        """The inverse of :meth:`pack`: specification, operands, wanted gradients, autocast's dtype, ``by_output``."""
+        given = dict(zip(self.fields, packed, strict=True))
+        options = {name: value for name, value in given.items() if name not in NO_OPTIONS}
+        for name, prefix in (("member", ""), ("prior", "prior_")):
+            form, numbers, kinds = (options.pop(prefix + field) for field in ("form", "values", "kinds"))
+            if form is not None:
+                values = tuple(KINDS[kind] or float(number) for number, kind in zip(numbers, kinds, strict=True))
+                options[name] = MemberSpec(form, family.form_by_name(form), values)
+        if "extras" in given:
+            asked = zip(EXTRAS, given["extras"], strict=True)
+            options["extras"] = tuple(name for name, is_asked in asked if is_asked) or None
+        operands = _unpacked_operands(given)
+        wanted = Wanted.of(given["wanted"], len(operands.arguments))
+        return self.make_spec(**options), operands, wanted, given["autocast"], given["by_output"]
+
+    def gradients(self, problem: Problem[Any], operands: Operands, by_output: Tensor) -> Gradients:
+        """The gradients of a call that was made outside torch.compile, while its backward is traced."""
+        backend = problem.spec.backend or problem.signature.backend_variable
+        results = self.op(*self.pack(problem.spec, operands, problem.signature, backend, by_output))
+        return unpacked_gradients(results, operands.all_arguments, problem.wanted.flat)
+
+    def keep_options(self, ctx: Any, inputs: Sequence[Any]) -> Operands:
+        """Keep the arguments for the op's backward, except its operands, which the caller is to save."""
+        given = dict(zip(self.fields, inputs, strict=True))
+        operands = _unpacked_operands(given)
+        ctx.arguments = len(operands.arguments)
+        ctx.options = {name: value for name, value in given.items() if name not in OPERANDS}
+        return operands
+
+    def recomputed(self, ctx: Any, by_output: Tensor) -> tuple[Any, ...]:
+        """The backward of an op that saved its operands."""
+        saved = ctx.saved_tensors
+        operands = Operands.from_flat(saved, ctx.arguments)
+        given = {**ctx.options, **_packed_operands(operands), "by_output": by_output}
+        with torch.no_grad():
+            results = self.op(*(given[name] for name in self.fields))
+        gradients = unpacked_gradients(results, operands.all_arguments, given["wanted"])
+        return self.by_argument(ctx, not_differentiable_again(gradients, (by_output, *saved)))
+
+    def by_argument(self, ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
+        """The return values of the op's backward; torch takes an empty list for one of tensors, and wants one back."""
+        by_arguments = list(gradients[len(DENSE) :])
+        given: dict[str, Any] = dict(zip(DENSE, gradients, strict=False))
+        given |= {"arguments": by_arguments[: ctx.arguments], "prior_arguments": by_arguments[ctx.arguments :]}
+        return tuple(given.get(name, [] if ctx.options.get(name) == [] else None) for name in self.fields)
 
 
-def _unpacked_member(form: str | None, numbers: Sequence[float], kinds: Sequence[int]) -> MemberSpec | None:
-    if form is None:
-        return None
-    values = tuple(KINDS[kind] or float(number) for number, kind in zip(numbers, kinds, strict=True))
-    return MemberSpec(form, family.form_by_name(form), values)
+def _packed_member(prefix: str, member: MemberSpec | None) -> dict[str, Any]:
+    name, numbers, kinds = None, [], []
+    if member is not None:
+        name = member.form.name
+        numbers = [0.0 if value is None else value for value in member.numbers]
+        kinds = [0 if isinstance(value, float) else KINDS.index(value) for value in member.values]
+    return {f"{prefix}form": name, f"{prefix}values": numbers, f"{prefix}kinds": kinds}
 
 
-def _packed_operands(operands: Operands) -> tuple[Any, ...]:
-    return (*operands[:7], list(operands.arguments), list(operands.prior_arguments))
+def _packed_operands(operands: Operands) -> dict[str, Any]:
+    lists = {"arguments": list(operands.arguments), "prior_arguments": list(operands.prior_arguments)}
+    return dict(zip(OPERANDS, operands, strict=False)) | lists
 
 
-def pack_loss(
-    spec: LossSpec,
-    operands: Operands,
-    by_losses: Tensor | None,
-    wanted: Wanted,
-    autocast: torch.dtype | None,
-    backend: str | None,
-) -> tuple[Any, ...]:
-    """The arguments of the op, in the order of :data:`LOSS_FIELDS`."""
-    return (
-        *_packed_operands(operands),
-        by_losses,
-        *_packed_member(spec.member),
-        *_packed_member(spec.prior),
-        *(getattr(spec, name) for name in LOSS_OPTIONS),
-        [name in (spec.extras or ()) for name in EXTRAS],
-        backend,
-        autocast,
-        list(wanted.flat),
-    )
+def _unpacked_operands(given: Mapping[str, Any]) -> Operands:
+    operands: dict[str, Any] = {name: given.get(name) for name in OPERANDS}
+    return Operands(**operands)
 
 
-def unpack_loss(
-    *packed: Any,
-) -> tuple[LossSpec, Operands, Wanted, torch.dtype | None, Tensor | None]:
-    """The specification, the operands, which gradients are wanted, autocast's dtype and the losses' gradient."""
-    given = dict(zip(LOSS_FIELDS, packed, strict=True))
-    member, prior = _members(given)
-    operands = _operands(given)
-    spec = loss_spec(
-        member=member,
-        prior=prior,
-        extras=tuple(name for name, asked in zip(EXTRAS, given["extras"], strict=True) if asked) or None,
-        backend=given["backend"],
-        **{name: given[name] for name in LOSS_OPTIONS},
-    )
-    return spec, operands, Wanted.of(given["wanted"], len(operands.arguments)), given["autocast"], given["by_losses"]
+def packed_gradients(gradients: Gradients, operands: Operands, numbers: Tensor) -> list[Tensor]:
+    """Gradients as results: one tensor for each of DENSE, and one for all arguments together, 0 where not wanted.
+
+    One that is absent has no elements. Outputs of an op must not share memory, be they empty.
+    """
+    dense, by_arguments = gradients[: len(DENSE)], gradients[len(DENSE) :]
+    joined = torch.empty_like(numbers)
+    if any(gradient is not None for gradient in by_arguments):
+        joined = torch.cat(
+            [
+                numbers.new_zeros(t.numel()) if g is None else g.flatten().to(numbers.device, numbers.dtype)
+                for g, t in zip(by_arguments, operands.all_arguments, strict=True)
+            ]
+        )
+    return [*(torch.empty_like(numbers) if g is None else g for g in dense), joined]
 
 
-def _members(given: dict[str, Any]) -> tuple[MemberSpec | None, MemberSpec | None]:
-    member, prior = MEMBERS[:3], MEMBERS[3:]
-    return _unpacked_member(*(given[name] for name in member)), _unpacked_member(*(given[name] for name in prior))
+def fake_gradients(operands: Operands, wanted: Sequence[bool], numbers: Tensor) -> list[Tensor]:
+    """Tensors of the shapes and dtypes of :func:`packed_gradients`."""
+
+    def fake(tensor: Tensor | None, is_wanted: bool) -> Tensor:
+        if tensor is None or not is_wanted:
+            return torch.empty_like(numbers)
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+    count = sum(a.numel() for a in operands.all_arguments) if any(wanted[len(DENSE) :]) else 0
+    tensors = operands.differentiable[: len(DENSE)]
+    return [*map(fake, tensors, wanted), numbers.new_empty(count)]
 
 
-def _operands(given: dict[str, Any]) -> Operands:
-    tensors = [given.get(name) for name in TENSORS]
-    arguments = given["arguments"]
-    return Operands.from_flat([*tensors, *arguments, *given["prior_arguments"]], len(arguments))
-
-
-LOG_PROBS_FIELDS = (
-    *("input", "weight", "bias", "prior_logits", "arguments", "prior_arguments"),
-    *MEMBERS,
-    *("floor", "chunk_bytes", "backend", "autocast", "wanted"),
-)
-"""the arguments of the op of log-probabilities, in their order"""
-
-
-def pack_log_probs(
-    spec: LogProbsSpec, operands: Operands, wanted: Wanted, autocast: torch.dtype | None, backend: str | None
-) -> tuple[Any, ...]:
-    """The arguments of the op, in the order of :data:`LOG_PROBS_FIELDS`."""
-    return (
-        *operands[:4],
-        list(operands.arguments),
-        list(operands.prior_arguments),
-        *_packed_member(spec.member),
-        *_packed_member(spec.prior),
-        *(spec.floor, spec.chunk_bytes, backend, autocast, list(wanted.flat)),
-    )
-
-
-def unpack_log_probs(*packed: Any) -> tuple[LogProbsSpec, Operands, Wanted, torch.dtype | None]:
-    """The specification, the operands, which gradients are wanted, and autocast's dtype."""
-    given = dict(zip(LOG_PROBS_FIELDS, packed, strict=True))
-    member, prior = _members(given)
-    operands = _operands(given)
-    options = {name: given[name] for name in ("floor", "chunk_bytes", "backend")}
-    spec = log_probs_spec(member=member, prior=prior, **options)
-    return spec, operands, Wanted.of(given["wanted"], len(operands.arguments)), given["autocast"]
+def unpacked_gradients(results: Sequence[Tensor], arguments: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
+    """The inverse of :func:`packed_gradients`, from the last results of an op; None where one is not wanted."""
+    *dense, joined = results[-len(DENSE) - 1 :]
+    pieces: Gradients = [None] * len(arguments)
+    if any(wanted[len(DENSE) :]):
+        pieces = [
+            piece.view(a.shape).to(a.device, a.dtype)
+            for piece, a in zip(torch.split(joined, [a.numel() for a in arguments]), arguments, strict=True)
+        ]
+    return [g if want else None for g, want in zip((*dense, *pieces), wanted, strict=True)]

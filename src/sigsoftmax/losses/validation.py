@@ -17,6 +17,7 @@ from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Problem, dtypes_of
 from sigsoftmax.contract.signature import TensorSignature, is_dtensor
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, MemberSpec, check_index
+from sigsoftmax.family.parameters import check_number_of_values
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """dtypes that losses and log-probabilities are computed of; those of 8 bits are for storage"""
@@ -30,29 +31,22 @@ def loss_problem(spec: LossSpec, signature: Any) -> Problem[LossSpec]:
     operands = signature.operands
     problem = _problem(spec, signature, operands)
     _check_target(spec, operands.target, problem)
-    num_classes = problem.num_classes
-    all_classes = num_classes if operands.shard is None else sum(operands.shard[0])
-    if operands.class_weight is not None:
-        check_floating("weight", operands.class_weight)
-        if operands.class_weight.shape != (all_classes,):
+    all_classes = problem.num_classes if operands.shard is None else sum(operands.shard[0])
+    weight, token_weights = operands.class_weight, operands.token_weights
+    if weight is not None:
+        check_floating("weight", weight)
+        if weight.shape != (all_classes,):
             raise ValueError(
-                f"weight must hold one number per class, shape ({all_classes},), "
-                f"got {tuple(operands.class_weight.shape)}"
+                f"weight must hold one number per class, shape ({all_classes},), got {tuple(weight.shape)}"
             )
-    if operands.token_weights is not None:
-        check_floating("token_weights", operands.token_weights)
-        if operands.token_weights.shape != problem.leading:
+    if token_weights is not None:
+        check_floating("token_weights", token_weights)
+        if token_weights.shape != problem.leading:
             raise ValueError(
                 f"token_weights must have the shape {tuple(problem.leading)}, one number per token, "
-                f"got {tuple(operands.token_weights.shape)}"
+                f"got {tuple(token_weights.shape)}"
             )
-    for name, tensor in (
-        ("target", operands.target),
-        ("weight", operands.class_weight),
-        ("token_weights", operands.token_weights),
-    ):
-        if tensor is not None and tensor.device != problem.device:
-            raise ValueError(f"{name} is on {tensor.device}, but the input is on {problem.device}; move it there")
+    _check_device(problem.device, target=operands.target, weight=weight, token_weights=token_weights)
     return problem
 
 
@@ -63,27 +57,24 @@ def log_probs_problem(spec: LogProbsSpec, signature: Any) -> Problem[LogProbsSpe
 
 def _problem(spec: Any, signature: Any, operands: Operands) -> Problem[Any]:
     input, weight = operands.input, operands.weight
-    is_mixture = spec.prior is not None
+    is_mixture, is_loss = spec.prior is not None, isinstance(spec, LossSpec)
     if weight is None:
-        name = "input" if isinstance(spec, LossSpec) else "logits"
+        name = "input" if is_loss else "logits"
         check_floating(name, input)
-        check_classes(name, input.shape[-1])
-        leading, num_classes = input.shape[:-1], input.shape[-1]
+        num_classes = input.shape[-1]
+        check_classes(name, num_classes)
     else:
         check_product(input, weight, operands.bias, components=is_mixture)
-        leading, num_classes = input.shape[: -2 if is_mixture else -1], weight.shape[0]
+        num_classes = weight.shape[0]
     if is_mixture:
         check_prior(input, operands.prior_logits)
-    product_dtype, dtype = dtypes_of(
-        input.dtype, signature.autocast, has_weight=weight is not None, is_loss=isinstance(spec, LossSpec)
-    )
-    check_arguments(spec.member, operands.arguments, num_classes)
-    if is_mixture:
         check_arguments(spec.prior, operands.prior_arguments, input.shape[-2])
+    check_arguments(spec.member, operands.arguments, num_classes)
+    product_dtype, dtype = dtypes_of(input.dtype, signature.autocast, has_weight=weight is not None, is_loss=is_loss)
     return Problem(
         spec=spec,
         signature=signature,
-        leading=torch.Size(leading),
+        leading=torch.Size(input.shape[: -2 if is_mixture else -1]),
         components=input.shape[-2] if is_mixture else 1,
         num_classes=num_classes,
         dtype=dtype,
@@ -92,15 +83,16 @@ def _problem(spec: Any, signature: Any, operands: Operands) -> Problem[Any]:
     )
 
 
+def _check_device(device: torch.device, **tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, but the input is on {device}; move it there")
+
+
 def check_arguments(member: MemberSpec, arguments: Any, num_classes: int) -> None:
     """Check that parameters per class have a number for each of the classes."""
-    per_class = [argument for argument in arguments if argument.ndim]
-    for key, argument in zip(member.per_class, per_class, strict=False):
-        if argument.shape[0] != num_classes:
-            raise ValueError(
-                f"parameter {key!r} of {member.name!r} has {argument.shape[0]} values, but there are {num_classes} "
-                "classes; give one number, or one per class"
-            )
+    for key, argument in zip(member.per_class, (a for a in arguments if a.ndim), strict=False):
+        check_number_of_values(member.name, key, argument, num_classes)
 
 
 def _check_target(spec: LossSpec, target: Any, problem: Problem[LossSpec]) -> None:
@@ -128,7 +120,11 @@ def check_product(input: Any, weight: Any, bias: Any, *, components: bool) -> No
     check_floating("input", input)
     check_floating("linear_weight", weight)
     for name, tensor in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
-        check_in_one_process(name, tensor)
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"{name} is a DTensor, which is spread over processes; use the function of the same name in "
+                "sigsoftmax.distributed, or pass the whole tensor: full_tensor()"
+            )
     least = 2 if components else 1
     wanted = "(..., components, features)" if components else "(..., features)"
     if input.ndim < least:
@@ -147,9 +143,7 @@ def check_product(input: Any, weight: Any, bias: Any, *, components: bool) -> No
             raise ValueError(
                 f"linear_bias must hold one number per class, shape ({weight.shape[0]},), got {tuple(bias.shape)}"
             )
-    for name, tensor in (("linear_weight", weight), ("linear_bias", bias)):
-        if tensor is not None and tensor.device != input.device:
-            raise ValueError(f"{name} is on {tensor.device}, but the input is on {input.device}; move it there")
+    _check_device(input.device, linear_weight=weight, linear_bias=bias)
 
 
 def check_prior(input: Any, prior_logits: Any) -> None:
@@ -162,8 +156,7 @@ def check_prior(input: Any, prior_logits: Any) -> None:
         )
     if prior_logits.shape[-1] == 0:
         raise ValueError("a mixture needs at least one component, got an input with none")
-    if prior_logits.device != input.device:
-        raise ValueError(f"prior_logits is on {prior_logits.device}, but the input is on {input.device}; move it there")
+    _check_device(input.device, prior_logits=prior_logits)
 
 
 def check_tensor(name: str, tensor: Any) -> None:
@@ -190,15 +183,6 @@ def check_floating(name: str, tensor: Any) -> None:
     if tensor.dtype not in FLOATING:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
         raise ValueError(f"{name} must be one of {known}, got {tensor.dtype}; convert it with .to(torch.bfloat16)")
-
-
-def check_in_one_process(name: str, tensor: Any) -> None:
-    """Check that a tensor is not spread over processes."""
-    if is_dtensor(tensor):
-        raise ValueError(
-            f"{name} is a DTensor, which is spread over processes; use the function of the same name in "
-            "sigsoftmax.distributed, or pass the whole tensor: full_tensor()"
-        )
 
 
 def check_dim(tensor: Tensor, dim: int) -> None:

@@ -58,8 +58,8 @@ def linear_end(function: OutputFunction) -> LinearEnd | None:
         slopes, bend = {"right": line_beyond(function, FAR), "left": line_beyond(function, -FAR)}, 0.0
     else:
         slopes = {piece.where: piece.slope for piece in known.linear_pieces}
-        assert known.bend is not None, "numbers per class are asked here while they are equal"
-        bend = known.bend
+        assert known.nonlinear_at is not None, "numbers per class are asked here while they are equal"
+        bend = known.nonlinear_at
     for where, sign in (("right", 1.0), ("left", -1.0)):
         slope = slopes.get(where)
         if slope is not None and slope > LEAST_SLOPE:

@@ -50,7 +50,7 @@ class FormRows:
         rows = self._rows = self.rows(logits_RV)
         relative = rows.relative
         return RowStats(
-            rows.anchor.squeeze(-1),
+            rows.peak.squeeze(-1),
             rows.offset.squeeze(-1),
             rows.normalizer.squeeze(-1),
             None if index_R is None else relative.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
@@ -81,7 +81,7 @@ class FormRows:
 
     def backpropagate(self, logits_RV: Tensor, by_phi_RV: Tensor, out_RV: Tensor) -> None:
         """From dL/dphi of every element to dL/dz and the arguments; a mask has slope 1 and no parameters."""
-        z, masked, anchor = normalizing.anchored(
+        z, masked, anchor = normalizing.with_peaks(
             logits_RV.to(self.dtype), self.form, self.arguments, is_increasing=self.is_increasing
         )
         slope = self.form.slope(z, *self.arguments)

@@ -47,7 +47,7 @@ class Combined(NamedTuple):
 
 def without_classes(stats: RowStats) -> Tensor:
     """Rows all of whose classes are masked here."""
-    return (stats.anchor == MASK) | (stats.normalizer == MASK)
+    return (stats.peak == MASK) | (stats.normalizer == MASK)
 
 
 def for_gradient(stats: RowStats) -> RowStats:
@@ -75,7 +75,7 @@ class Combiner:
         stats = own.stats
         is_without = without_classes(stats)
         zeros = torch.zeros_like(stats.normalizer)
-        anchor = torch.where(is_without, zeros, stats.anchor.to(zeros.dtype))
+        anchor = torch.where(is_without, zeros, stats.peak.to(zeros.dtype))
         offset = torch.where(is_without, zeros, stats.offset)
         normalizer = torch.where(is_without, torch.full_like(zeros, MASK), stats.normalizer)
         dense, mass = stats.dense, own.mass

@@ -24,21 +24,21 @@ def add(
 ) -> None:
     """Add what was measured of a range of classes to what was measured of others; no shifts per class."""
     assert whole.target is not None and part.target is not None and not routines.per_class
-    rows = whole.anchor.shape[0]
+    rows = whole.peak.shape[0]
     launch(
         add_kernel,
         -(-rows // BLOCK),
         (
             index_R,
-            whole.anchor,
+            whole.peak,
             whole.offset,
             whole.normalizer,
             whole.target,
-            part.anchor,
+            part.peak,
             part.offset,
             part.normalizer,
             part.target,
-            *routines.argument_pointers(whole.anchor, 0),
+            *routines.argument_pointers(whole.peak, 0),
         ),
         (*routines.argument_values(), rows, routines.rows_of_target, first_class, last_class),
         {"FORM": forms.CODES[routines.form.name], **routines.argument_flags(), "BLOCK": BLOCK},

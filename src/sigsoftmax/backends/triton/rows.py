@@ -223,7 +223,7 @@ class TritonRows:
         measure: bool,
         first_class: int,
     ) -> None:
-        unused = stats.anchor
+        unused = stats.peak
         has_gradient = coefficients is not None
         launch = self.fast_launch(
             logits_RV,
@@ -241,7 +241,7 @@ class TritonRows:
             unused if coefficients is None else coefficients.normalizer,
             unused if coefficients is None or coefficients.target is None else coefficients.target,
             unused if z_slope_R is None else z_slope_R,
-            stats.anchor,
+            stats.peak,
             stats.offset,
             stats.normalizer,
             unused if stats.target is None else stats.target,
@@ -306,7 +306,7 @@ class TritonRows:
         first_class: int,
     ) -> None:
         rows, classes = logits_RV.shape
-        unused = stats.anchor
+        unused = stats.peak
         wants_arguments = self.needs_arguments and coefficients is not None
         if wants_arguments and self.per_class and measure:
             # The sums over rows need the logits and all rows' statistics, so the gradient has to wait for both.
@@ -339,7 +339,7 @@ class TritonRows:
                 unused if coefficients is None or coefficients.target is None else coefficients.target,
                 unused if coefficients is None or coefficients.dense is None else coefficients.dense,
                 unused if z_slope_R is None else z_slope_R,
-                stats.anchor,
+                stats.peak,
                 stats.offset,
                 stats.normalizer,
                 unused if stats.target is None else stats.target,
@@ -389,7 +389,7 @@ class TritonRows:
         first_class: int,
     ) -> None:
         rows, classes = logits_RV.shape
-        unused = stats.anchor
+        unused = stats.peak
         block_rows, block, warps = PER_CLASS_SHAPE
         launch(
             general.per_class_kernel,
@@ -401,7 +401,7 @@ class TritonRows:
                 coefficients.normalizer,
                 unused if coefficients.target is None else coefficients.target,
                 unused if coefficients.dense is None else coefficients.dense,
-                stats.anchor,
+                stats.peak,
                 stats.normalizer,
                 self._sums[2][first_class:],
                 *self.argument_pointers(unused, first_class),

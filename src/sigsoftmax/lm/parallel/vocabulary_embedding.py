@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.distributed.classes import even_sizes, own_classes
+from sigsoftmax.contract.shard import classes_of
+from sigsoftmax.distributed.classes import even_sizes
 from sigsoftmax.distributed.exchange import Exchange
 
 __all__ = ["embedding_of_ranks"]
@@ -20,7 +21,7 @@ __all__ = ["embedding_of_ranks"]
 def embedding_of_ranks(tokens_TB: Tensor, weight: Any) -> Tensor:
     """(T, B, D), the same on every rank, from a DTensor that is sharded by rows; all ranks pass the same tokens."""
     exchange = Exchange(weight.device_mesh.get_group())
-    own = own_classes(even_sizes(weight.shape[0], exchange.size), exchange.rank)
+    own = classes_of(even_sizes(weight.shape[0], exchange.size), exchange.rank)
     rows = weight.to_local()
     if not rows.shape[0]:
         # A rank without words has nothing to add, but a place in the graph.

@@ -31,7 +31,7 @@ class LossOptions:
     label_smoothing: float = 0.0
     """In training mode alone."""
     chunk_bytes: int | None = None
-    """Logits held at a time; None is 32 MiB on a CPU and 512 MiB on a GPU."""
+    """Logits held at a time; None is 32 MiB on a CPU and 576 MiB on a GPU."""
     weight_gradient: WeightGradient = "auto"
     backend: str | None = None
 
