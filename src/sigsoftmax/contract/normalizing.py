@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     """(..., 1)"""
     normalizer: Tensor
     """(..., 1): log sum g - offset"""
-    anchor: Tensor
+    peak: Tensor
     """(..., 1): the logit that the offset belongs to"""
     scaled: Tensor
     """(..., V): relative / unit, finite for every finite logit"""
@@ -91,26 +91,26 @@ def arguments_like(z: Tensor, form: Form, arguments: Sequence[Tensor]) -> list[T
     return [a.to(z.dtype) if stays(a) else a.to(z.device, z.dtype) for a in arguments]
 
 
-class Anchored(NamedTuple):
-    """Rows of logits as forms take them."""
+class PeakedRows(NamedTuple):
+    """Rows of logits as forms take them, with their peaks."""
 
     z: Tensor
     """(..., V), the row's highest logit in place of a mask"""
     masked: Tensor
-    anchor: Tensor
+    peak: Tensor
     """(..., 1): the logit at which phi is largest, as the form says; 0 where all classes are masked"""
 
 
-def anchored(z: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasing: bool = False) -> Anchored:
+def with_peaks(z: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasing: bool = False) -> PeakedRows:
     """``is_increasing`` is what the form says of the arguments' values, where they are known: it saves a pass."""
     masked = z == MASK
     highest = z.detach().amax(-1, keepdim=True)
     highest = torch.where(highest == MASK, torch.zeros_like(highest), highest)
     kept = torch.where(masked, highest, z)
     if is_increasing or form.leading is None:
-        return Anchored(kept, masked, highest)
+        return PeakedRows(kept, masked, highest)
     lowest = kept.detach().amin(-1, keepdim=True)
-    return Anchored(kept, masked, form.leading(lowest, highest, *(a.detach() for a in arguments)))
+    return PeakedRows(kept, masked, form.leading(lowest, highest, *(a.detach() for a in arguments)))
 
 
 def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasing: bool = False) -> Rows:
@@ -121,11 +121,11 @@ def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasi
     """
     wide = logits.to(compute_dtype(logits.dtype))
     like_z = arguments_like(wide, form, arguments)
-    z, masked, anchor = anchored(wide, form, like_z, is_increasing=is_increasing)
-    value, unit, offset = form.scaled(z, anchor, *like_z)
+    z, masked, peak = with_peaks(wide, form, like_z, is_increasing=is_increasing)
+    value, unit, offset = form.scaled(z, peak, *like_z)
     relative = torch.where(masked, wide, unit * value)
     normalizer = torch.logsumexp(relative, -1, keepdim=True)
-    return Rows(relative, offset, normalizer, anchor, torch.where(masked, wide / unit, value), unit)
+    return Rows(relative, offset, normalizer, peak, torch.where(masked, wide / unit, value), unit)
 
 
 def log_probs(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Tensor:

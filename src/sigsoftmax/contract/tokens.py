@@ -1,7 +1,7 @@
 """The arithmetic of a token, in torch: which tokens count and how much, what each loses, and the derivatives of that.
 
 Everything here is formulas on a few numbers per token or row. Kernels that finish a loss by themselves call the same
-formulas, transcribed in ``backends.triton.tokens``.
+formulas, transcribed in ``backends.triton.kernels.tokens``.
 
 Shapes: N tokens, K components, V classes; n tokens of a block, R = n K rows.
 """

@@ -41,23 +41,50 @@ class Launch:
         """``numbers`` and ``constants`` in the order of the kernel's signature."""
         self.kernel, self.programs, self.numbers = kernel, programs, numbers
         self.constants, self.options = constants, options
-        self._aligned: Any = None
         self._arguments = (*numbers, *constants.values())
+        self._aligned: Any = None
+        """the compiled kernel for aligned tensors"""
         self._device = -1
 
     def __call__(self, *tensors: Tensor) -> None:
-        compiled = self._aligned
-        if compiled is not None:
-            pointers = [tensor.data_ptr() for tensor in tensors]
-            misaligned = 0
-            for pointer in pointers:
-                misaligned |= pointer
-            if misaligned % ALIGNMENT == 0 and self._device == torch.cuda.current_device() and not _has_hooks():
-                _run(compiled, self.programs, self._device, pointers, self._arguments)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        misaligned = 0
+        for pointer in pointers:
+            misaligned |= pointer
+        is_aligned = misaligned % ALIGNMENT == 0
+        compiled, device = self._aligned, self._device
+        if compiled is None or not is_aligned:
+            device = tensors[0].get_device()
+            compiled = _compiled.get(self._key(tensors, pointers))
+        if compiled is not None and device == torch.cuda.current_device() and not _has_hooks():
+            _run(compiled, self.programs, device, pointers, self._arguments)
+        else:
+            compiled = self._by_triton(tensors)
+            # The interpreter compiles nothing.
+            if compiled is None or not runs_by_address():
                 return
-        compiled, is_aligned = _launch(self.kernel, self.programs, tensors, self.numbers, self.constants, self.options)
+            _compiled[self._key(tensors, pointers)] = compiled
         if is_aligned:
-            self._aligned, self._device = compiled, tensors[0].get_device()
+            self._aligned, self._device = compiled, device
+
+    def _key(self, tensors: Sequence[Tensor], pointers: Sequence[int]) -> tuple[Any, ...]:
+        """All that the code of a compiled kernel depends on."""
+        return (
+            id(self.kernel),
+            tensors[0].get_device(),
+            *[tensor.dtype for tensor in tensors],
+            *[pointer % ALIGNMENT == 0 for pointer in pointers],
+            *[_specialized(number) for number in self.numbers],
+            *self.constants.values(),
+            *self.options.values(),
+        )
+
+    def _by_triton(self, tensors: Sequence[Tensor]) -> Any:
+        names = tuple(self.kernel.arg_names[len(tensors) + len(self.numbers) :])
+        assert tuple(self.constants) == names, f"constants are {tuple(self.constants)}, those of the kernel are {names}"
+        # Triton launches on the current device, which need not be that of the tensors.
+        with torch.cuda.device(tensors[0].get_device()):
+            return self.kernel[(self.programs,)](*tensors, *self.numbers, **self.constants, **self.options)
 
 
 def launch(
@@ -69,48 +96,11 @@ def launch(
     **options: Any,
 ) -> None:
     """A :class:`Launch` that is made but once."""
-    _launch(kernel, programs, tensors, numbers, constants, options)
-
-
-def _launch(
-    kernel: Any,
-    programs: int,
-    tensors: Sequence[Tensor],
-    numbers: Sequence[float],
-    constants: dict[str, Any],
-    options: dict[str, Any],
-) -> tuple[Any, bool]:
-    """The compiled kernel (None where it is not run by its address), and whether all pointers are aligned."""
-    device = tensors[0].get_device()
-    pointers = [tensor.data_ptr() for tensor in tensors]
-    alignments = [pointer % ALIGNMENT == 0 for pointer in pointers]
-    key = (
-        id(kernel),
-        device,
-        *[tensor.dtype for tensor in tensors],
-        *alignments,
-        *[_specialized(number) for number in numbers],
-        *constants.values(),
-        *options.values(),
-    )
-    compiled = _compiled.get(key)
-    if compiled is not None and device == torch.cuda.current_device() and not _has_hooks():
-        _run(compiled, programs, device, pointers, (*numbers, *constants.values()))
-        return compiled, all(alignments)
-    names = tuple(kernel.arg_names[len(tensors) + len(numbers) :])
-    assert tuple(constants) == names, f"constants are {tuple(constants)}, those of the kernel are {names}"
-    # Triton launches on the current device, which need not be that of the tensors.
-    with torch.cuda.device(device):
-        compiled = kernel[(programs,)](*tensors, *numbers, **constants, **options)
-    # The interpreter compiles nothing.
-    if compiled is None or not runs_by_address():
-        return None, False
-    _compiled[key] = compiled
-    return compiled, all(alignments)
+    Launch(kernel, programs, numbers, constants, **options)(*tensors)
 
 
 def runs_by_address() -> bool:
-    """Whether compiled kernels are run by their addresses, which is not public in Triton and torch."""
+    """True if compiled kernels are run by their addresses, which is not public in Triton and torch."""
     is_seen = triton.__version__.startswith(tuple(f"{version}." for version in SEEN))
     return is_seen and torch_internals.current_raw_stream is not None
 
@@ -126,18 +116,13 @@ def _run(compiled: Any, programs: int, device: int, pointers: Sequence[int], arg
 
 
 def _has_hooks() -> bool:
-    """Whether a profiler wants to know of launches; Triton tells it."""
-    runtime = triton.knobs.runtime
-    return _is_set(runtime.launch_enter_hook) or _is_set(runtime.launch_exit_hook)
-
-
-def _is_set(hook: Any) -> bool:
-    """A hook is a function or None, or a chain of functions."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+    """True if a profiler wants to know of launches; Triton tells it. A hook is a function, None, or a chain."""
+    hooks = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
 def _specialized(number: float) -> int:
-    """What Triton compiles a kernel anew for: the number 1, multiples of 16, and how wide an integer is."""
+    """A code of what Triton compiles a kernel anew for: the number 1, multiples of 16, and how wide an integer is."""
     if isinstance(number, float):
         return -1
     is_wide = not -(2**31) <= number < 2**31
