@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.backends.chunked.form_rows import FormRows, at_index, block_rows, phi_gradient
-from sigsoftmax.contract import tokens
+from sigsoftmax.backends.chunked.form_rows import FormRows, block_rows, phi_gradient, row_stats
 from sigsoftmax.contract.rows import MASK, RowCoefficients, RowRoutines, RowStats, RowTargets, compute_dtype
 from sigsoftmax.family.formulas import LOGISTIC
 from sigsoftmax.family.parameters import ParameterKind
@@ -236,19 +235,11 @@ class LogisticRows(_FastRows):
         top = relative.amax(-1, keepdim=True)
         f = self._f = torch.softmax(relative, -1, out=self._buffer("f", z))
         normalizer = top - f.amax(-1, keepdim=True).log_()
-        dense_sum = None
+        at_dense = None
         if targets.dense is not None:
             product = torch.mv if targets.dense.ndim == 1 else torch.linalg.vecdot
-            dense_sum = product(relative, targets.dense)
-        return RowStats(
-            peak.squeeze(-1),
-            (self.alpha * peak).squeeze(-1),
-            normalizer.squeeze(-1),
-            at_index(relative, targets.index_R),
-            dense_sum,
-            relative.argmax(-1) if targets.argmax else None,
-            tokens.entropy(relative - normalizer) if targets.entropy else None,
-        )
+            at_dense = product(relative, targets.dense)
+        return row_stats(peak, self.alpha * peak, normalizer, relative, targets, at_dense)
 
     def _fast_gradient(self, targets: RowTargets, coefficients: RowCoefficients, out_RV: Tensor) -> None:
         by_phi = phi_gradient(self._f, targets, coefficients, self._buffer("relative", self._f))

@@ -47,15 +47,8 @@ class FormRows:
 
     def stats(self, logits_RV: Tensor, targets: RowTargets) -> RowStats:
         rows = self._rows = self.rows(logits_RV)
-        return RowStats(
-            rows.peak.squeeze(-1),
-            rows.offset.squeeze(-1),
-            rows.normalizer.squeeze(-1),
-            at_index(rows.relative, targets.index_R),
-            None if targets.dense is None else rows.weighted(targets.dense),
-            rows.relative.argmax(-1) if targets.argmax else None,
-            tokens.entropy(rows.log_probs) if targets.entropy else None,
-        )
+        at_dense = None if targets.dense is None else rows.weighted(targets.dense)
+        return row_stats(rows.peak, rows.offset, rows.normalizer, rows.relative, targets, at_dense)
 
     def gradient(
         self, logits_RV: Tensor, targets: RowTargets, stats: RowStats, coefficients: RowCoefficients, out_RV: Tensor
@@ -92,9 +85,25 @@ class FormRows:
         return self._argument_sums
 
 
-def at_index(values_RV: Tensor, index_R: Tensor | None) -> Tensor | None:
-    """The value of each row at its target; None without targets."""
-    return None if index_R is None else values_RV.gather(-1, index_R.unsqueeze(-1)).squeeze(-1)
+def row_stats(
+    peak_R1: Tensor,
+    offset_R1: Tensor,
+    normalizer_R1: Tensor,
+    relative_RV: Tensor,
+    targets: RowTargets,
+    at_dense_R: Tensor | None,
+) -> RowStats:
+    """The statistics of rows of which phi less the offset is known for every class."""
+    index_R = targets.index_R
+    return RowStats(
+        peak_R1.squeeze(-1),
+        offset_R1.squeeze(-1),
+        normalizer_R1.squeeze(-1),
+        None if index_R is None else relative_RV.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
+        at_dense_R,
+        relative_RV.argmax(-1) if targets.argmax else None,
+        tokens.entropy(relative_RV - normalizer_R1) if targets.entropy else None,
+    )
 
 
 def phi_gradient(

@@ -10,7 +10,7 @@ Shapes: N tokens, V classes, d features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -53,6 +53,16 @@ OPTIONS = (
 """the options of a loss that the kernels compute"""
 
 
+def first_reason(reasons: dict[str, bool]) -> str | None:
+    """The first reason for a refusal that holds."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def too_many(tokens: int, most: int) -> dict[str, bool]:
+    """Reasons to refuse more tokens than a path computes, or none."""
+    return {"no tokens": not tokens, f"{tokens:,} tokens exceed its {most:,}": tokens > most}
+
+
 def why_refused(problem: Problem[LossSpec], options: Sequence[str]) -> str | None:
     """The reason why no fused path computes a loss, whatever the number of its tokens; None if one may."""
     spec, operands = problem.spec, problem.signature.operands
@@ -76,94 +86,78 @@ def why_refused(problem: Problem[LossSpec], options: Sequence[str]) -> str | Non
             tensor.is_plain for tensor in operands[:5] if tensor is not None
         ),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def too_many(tokens: int, most: int) -> Refusal | None:
-    """A refusal of more tokens than a path computes, or of none."""
-    if 0 < tokens <= most:
-        return None
-    return Refusal(f"{tokens:,} tokens exceed its {most:,}" if tokens else "no tokens")
-
-
-class Kernels(NamedTuple):
-    """The prepared launches of a loss."""
-
-    whole: Launch
-    """from the logits of all tokens to the loss and their gradient"""
-    pipelined: tuple[Launch, Launch] | None
-    """two others, for given logits of long rows that lie at an aligned address"""
+    return first_reason(reasons)
 
 
 def lower(problem: Problem[LossSpec]) -> FusedLoss | Refusal:
     """The loss by a kernel or two, or why not."""
-    reason = why_refused(problem, OPTIONS)
-    if reason is not None:
-        return Refusal(reason)
-    size = problem.product_dtype.itemsize
+    tokens, size = problem.num_tokens, problem.product_dtype.itemsize
     width = row_width(problem) if problem.has_weight else problem.num_classes
-    if problem.has_weight and problem.num_tokens * width * size > problem.chunk_bytes:
-        return Refusal("the logits of all tokens exceed chunk_bytes")
-    spec = problem.spec
-    is_sig = spec.member.form.properties(spec.member.numbers).is_sigsoftmax is True
+    is_sig = problem.spec.member.form.properties(problem.spec.member.numbers).is_sigsoftmax is True
     shape = softmax_shape(width, size, is_sig)
     # The 8 bytes of each program and token are to be little beside a row.
     is_long = 64 * shape.per_processor * multiprocessors(problem.device) <= width * size
     most = MANY_TOKENS if is_long and not problem.has_weight else MOST_TOKENS
-    refusal = too_many(problem.num_tokens, most)
-    return refusal or FusedLoss(problem, width, _kernels(problem, width, shape, is_sig=is_sig))
-
-
-def _kernels(problem: Problem[LossSpec], width: int, shape: LaunchShape, *, is_sig: bool) -> Kernels:
-    spec, tokens, size = problem.spec, problem.num_tokens, problem.product_dtype.itemsize
-    alpha, _, c = cast("tuple[float, float, float]", spec.member.numbers)
-    processors = multiprocessors(problem.device)
-    programs = shape.per_processor * processors
-    block = BLOCK if tokens <= MOST_TOKENS else MANY_BLOCK
-    first_numbers = (tokens, width, problem.num_classes, alpha, c, spec.ignore_index, spec.z_loss)
-    constants = {"IS_SIG": is_sig, "IS_MEAN": spec.reduction == "mean", "HAS_Z_LOSS": spec.z_loss != 0}
-    whole = Launch(
-        fused_loss.loss_kernel,
-        min(tokens, programs),
-        (*first_numbers, spec.label_smoothing, stagger(tokens, width, size, programs)),
-        {**constants, "IS_SMOOTH": spec.label_smoothing != 0, "LANES": shape.lanes, "BLOCK": block},
-        num_warps=shape.warps,
-        **CHECKED,
-    )
-    pipelined = pipelined_shape(width, width, size, is_sig)
-    if pipelined is None or problem.has_weight or spec.label_smoothing != 0:
-        return Kernels(whole, None)
-    programs = min(tokens, pipelined.per_processor * processors)
-    rows = Launch(
-        fused_loss.pipelined_kernel,
-        programs,
-        (tokens, width, alpha, c, spec.ignore_index, spec.z_loss, stagger(tokens, width, size, programs)),
-        {**constants, "LANES": pipelined.lanes, "BLOCK": block},
-        num_warps=pipelined.warps,
-    )
-    finish = Launch(
-        fused_loss.finish_kernel,
-        -(-tokens // FINISHED_ROWS),
-        first_numbers,
-        {"IS_SIG": is_sig, "HAS_Z_LOSS": spec.z_loss != 0, "ROWS": FINISHED_ROWS, "BLOCK": block},
-        **CHECKED,
-    )
-    return Kernels(whole, (rows, finish))
+    exceeds = problem.has_weight and tokens * width * size > problem.chunk_bytes
+    reasons = {"the logits of all tokens exceed chunk_bytes": exceeds, **too_many(tokens, most)}
+    reason = why_refused(problem, OPTIONS) or first_reason(reasons)
+    return FusedLoss(problem, width, shape, is_sig=is_sig) if reason is None else Refusal(reason)
 
 
 class FusedLoss:
     """A loss of logits that are given, or the product of an input and a weight."""
 
-    def __init__(self, problem: Problem[LossSpec], width: int, kernels: Kernels) -> None:
-        self.problem, self.kernels = problem, kernels
+    def __init__(self, problem: Problem[LossSpec], width: int, shape: LaunchShape, *, is_sig: bool) -> None:
+        self.problem = problem
         self.tokens, self.dtype, self.device = problem.num_tokens, problem.dtype, problem.device
         self.scale = Scaling.of(problem)
         present = [t for t in problem.signature.operands[:3] if t is not None]
         self.is_direct = width == problem.num_classes and all(t.dtype == problem.product_dtype for t in present)
         """True if products take and give tensors as they are"""
-        rows, launches = ("rows", "one") if kernels.pipelined is None else ("rows software-pipelined", "two launches")
+        self._prepare(width, shape, is_sig=is_sig)
+        rows, launches = ("rows", "one") if self.pipelined is None else ("rows software-pipelined", "two launches")
         where = "linear loss, all logits at once" if problem.has_weight else "loss of given logits"
         self.description = f"{where}, {rows}, loss and gradient fused in {launches}"
+
+    def _prepare(self, width: int, shape: LaunchShape, *, is_sig: bool) -> None:
+        """Prepare the launches for rows of so many logits."""
+        spec, tokens, size = self.problem.spec, self.tokens, self.problem.product_dtype.itemsize
+        alpha, _, c = cast("tuple[float, float, float]", spec.member.numbers)
+        processors = multiprocessors(self.device)
+        programs = shape.per_processor * processors
+        block = BLOCK if tokens <= MOST_TOKENS else MANY_BLOCK
+        first_numbers = (tokens, width, self.problem.num_classes, alpha, c, spec.ignore_index, spec.z_loss)
+        constants = {"IS_SIG": is_sig, "IS_MEAN": spec.reduction == "mean", "HAS_Z_LOSS": spec.z_loss != 0}
+        self.whole = Launch(
+            fused_loss.loss_kernel,
+            min(tokens, programs),
+            (*first_numbers, spec.label_smoothing, stagger(tokens, width, size, programs)),
+            {**constants, "IS_SMOOTH": spec.label_smoothing != 0, "LANES": shape.lanes, "BLOCK": block},
+            num_warps=shape.warps,
+            **CHECKED,
+        )
+        """from the logits of all tokens to the loss and their gradient"""
+        self.pipelined: tuple[Launch, Launch] | None = None
+        """two others, for given logits of long rows that lie at an aligned address"""
+        pipelined = pipelined_shape(width, width, size, is_sig)
+        if pipelined is None or self.problem.has_weight or spec.label_smoothing != 0:
+            return
+        programs = min(tokens, pipelined.per_processor * processors)
+        rows = Launch(
+            fused_loss.pipelined_kernel,
+            programs,
+            (tokens, width, alpha, c, spec.ignore_index, spec.z_loss, stagger(tokens, width, size, programs)),
+            {**constants, "LANES": pipelined.lanes, "BLOCK": block},
+            num_warps=pipelined.warps,
+        )
+        finish = Launch(
+            fused_loss.finish_kernel,
+            -(-tokens // FINISHED_ROWS),
+            first_numbers,
+            {"IS_SIG": is_sig, "HAS_Z_LOSS": spec.z_loss != 0, "ROWS": FINISHED_ROWS, "BLOCK": block},
+            **CHECKED,
+        )
+        self.pipelined = (rows, finish)
 
     def compute(self, operands: Operands, by_losses: Tensor | None = None) -> LossResults:
         assert by_losses is None, "a fused loss is a mean or a sum"
@@ -180,13 +174,13 @@ class FusedLoss:
     def _of_logits(self, operands: Operands, shares: Tensor, total: Tensor) -> Tensor:
         logits, target = operands.input, operands.target
         by_logits = torch.empty_like(logits)
-        if self.kernels.pipelined is not None and logits.data_ptr() % ALIGNMENT == 0:
-            rows, finish = self.kernels.pipelined
+        if self.pipelined is not None and logits.data_ptr() % ALIGNMENT == 0:
+            rows, finish = self.pipelined
             statistics = torch.empty(2 * self.tokens + 1, dtype=torch.float32, device=self.device)
             rows(logits, by_logits, target, statistics)
             finish(logits, by_logits, target, shares, statistics, total)
         else:
-            self.kernels.whole(logits, by_logits, target, shares, total)
+            self.whole(logits, by_logits, target, shares, total)
         return by_logits
 
     def _of_products(self, operands: Operands, shares: Tensor, total: Tensor) -> tuple[Tensor | None, ...]:
@@ -194,7 +188,7 @@ class FusedLoss:
         rows_Nd = input if input.ndim == 2 else input.view(self.tokens, input.shape[-1])
         weight_dV = weight_Vd.t()
         logits_NV = torch.mm(rows_Nd, weight_dV) if bias_V is None else torch.addmm(bias_V, rows_Nd, weight_dV)
-        self.kernels.whole(logits_NV, logits_NV, operands.target, shares, total)
+        self.whole(logits_NV, logits_NV, operands.target, shares, total)
         by_bias = None
         if wanted.bias:
             by_bias = torch.empty(bias_V.shape, dtype=torch.float32, device=self.device)
@@ -211,7 +205,7 @@ class FusedLoss:
         provider = TritonLinearLogits(self.problem, operands)
         for _, chunk_NV in provider.chunks():
             logits_NV = provider.whole_rows(chunk_NV)
-            self.kernels.whole(logits_NV, logits_NV, operands.target, shares, total)
+            self.whole(logits_NV, logits_NV, operands.target, shares, total)
             provider.backpropagate()
         by_hidden, by_weight, by_bias = provider.gradients()
         return None if by_hidden is None else by_hidden.view(operands.input.shape), by_weight, by_bias

@@ -36,20 +36,20 @@ class Launches(NamedTuple):
 
 def lower(problem: Problem[LossSpec]) -> FusedMixture | Refusal:
     """The loss with all launches prepared, or why not."""
-    # Without extras, the options are those of the token arithmetic by kernels.
-    reason = fused_loss.why_refused(problem, fused_tokens.OPTIONS)
-    prior = problem.spec.prior
+    prior, most = problem.spec.prior, fused_loss.MOST_TOKENS
     assert prior is not None
-    if reason is not None:
-        return Refusal(reason)
-    if not prior.is_fixed or prior.form.name not in formulas.CODES:
-        return Refusal(f"the prior's function {prior.name} has no kernel, or learned parameters")
-    if problem.components > priors.MOST_COMPONENTS:
-        return Refusal(f"{problem.components:,} components exceed its {priors.MOST_COMPONENTS:,}")
-    refusal = fused_loss.too_many(problem.num_tokens, fused_loss.MOST_TOKENS)
-    if refusal is None and plan_chunks(problem).weight_gradient == "exact" and problem.wanted.weight:
-        return Refusal("the gradient of the weight is computed exactly, a range of classes at a time")
-    return refusal or FusedMixture(problem, plan_chunks(problem).tokens)
+    has_kernel = prior.is_fixed and prior.form.name in formulas.CODES
+    plan = plan_chunks(problem)
+    is_exact = plan.weight_gradient == "exact" and problem.wanted.weight
+    reasons = {
+        f"the prior's function {prior.name} has no kernel, or learned parameters": not has_kernel,
+        **fused_tokens.too_many_components(problem),
+        **fused_loss.too_many(problem.num_tokens, most),
+        "the gradient of the weight is computed exactly, a block of the vocabulary at a time": is_exact,
+    }
+    # Without extras, the options are those of the token arithmetic by kernels.
+    reason = fused_loss.why_refused(problem, fused_tokens.OPTIONS) or fused_loss.first_reason(reasons)
+    return FusedMixture(problem, plan.tokens) if reason is None else Refusal(reason)
 
 
 class FusedMixture:

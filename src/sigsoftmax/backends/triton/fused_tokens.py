@@ -19,6 +19,7 @@ from sigsoftmax.backends.chunked.loop import TokenLosses
 from sigsoftmax.backends.chunked.loss import Computed
 from sigsoftmax.backends.chunked.vocabulary_blocks import VocabularyBlocks
 from sigsoftmax.backends.triton import priors
+from sigsoftmax.backends.triton.fused_loss import first_reason, too_many
 from sigsoftmax.backends.triton.kernels import token_losses
 from sigsoftmax.backends.triton.launch import launch
 from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
@@ -45,19 +46,21 @@ def why_refused(problem: Problem[LossSpec]) -> str | None:
     spec = problem.spec
     others = [name for name in spec.beside(OPTIONS) if name != "extras"]
     others += [name for name in spec.extras or () if name != "log_normalizer"]
-    if others:
-        return f"it does not compute {', '.join(others)}"
-    if problem.has_probabilities:
-        return "targets are probabilities"
-    if problem.is_sharded:
-        return "classes are spread over processes"
-    if problem.signature.checks_values:
-        return "values are checked with their messages"
-    if not 0 < problem.num_tokens <= MOST_TOKENS:
-        return f"{problem.num_tokens:,} tokens exceed its {MOST_TOKENS:,}" if problem.num_tokens else "no tokens"
-    if spec.prior is not None and problem.components > priors.MOST_COMPONENTS:
-        return f"{problem.components:,} components exceed its {priors.MOST_COMPONENTS:,}"
-    return None
+    reasons = {
+        f"it does not compute {', '.join(others)}": bool(others),
+        "targets are probabilities": problem.has_probabilities,
+        "classes are spread over processes": problem.is_sharded,
+        "values are checked with their messages": problem.signature.checks_values,
+        **too_many(problem.num_tokens, MOST_TOKENS),
+        **too_many_components(problem),
+    }
+    return first_reason(reasons)
+
+
+def too_many_components(problem: Problem[LossSpec]) -> dict[str, bool]:
+    """The reason to refuse more components of a mixture than the kernels take."""
+    count, most = problem.components, priors.MOST_COMPONENTS
+    return {f"{count:,} components exceed its {most:,}": problem.spec.prior is not None and count > most}
 
 
 class FusedTokensLoss(TritonLoss):

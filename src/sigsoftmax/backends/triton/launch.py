@@ -57,7 +57,10 @@ class Launch:
             device = tensors[0].get_device()
             compiled = _compiled.get(self._key(tensors, pointers))
         if compiled is not None and device == torch.cuda.current_device() and not _has_hooks():
-            _run(compiled, self.programs, device, pointers, self._arguments)
+            assert torch_internals.current_raw_stream is not None
+            stream = torch_internals.current_raw_stream(device)
+            metadata = (stream, compiled.function, compiled.packed_metadata, None, None, None)
+            compiled.run(self.programs, 1, 1, *metadata, *pointers, *self._arguments)
         else:
             compiled = self._by_triton(tensors)
             # The interpreter compiles nothing.
@@ -103,16 +106,6 @@ def runs_by_address() -> bool:
     """True if compiled kernels are run by their addresses, which is not public in Triton and torch."""
     is_seen = triton.__version__.startswith(tuple(f"{version}." for version in SEEN))
     return is_seen and torch_internals.current_raw_stream is not None
-
-
-def _run(compiled: Any, programs: int, device: int, pointers: Sequence[int], arguments: Sequence[Any]) -> None:
-    assert torch_internals.current_raw_stream is not None
-    stream = torch_internals.current_raw_stream(device)
-    compiled.run(
-        *(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None),
-        *pointers,
-        *arguments,
-    )
 
 
 def _has_hooks() -> bool:
