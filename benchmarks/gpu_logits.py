@@ -75,8 +75,8 @@ def whole_steps(
 
 def rows_in_the_cache(function: str, tokens: int, classes: int) -> Products:
     """The kernel on rows that overlap, of which all fit the cache: what it computes, with no memory to wait for."""
-    from sigsoftmax.backends.triton.rows import routines
-    from sigsoftmax.contract.rows import RowCoefficients
+    from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
+    from sigsoftmax.contract.rows import RowCoefficients, RowTargets
 
     step = 16
     logits_NV, out_NV = (
@@ -89,12 +89,10 @@ def rows_in_the_cache(function: str, tokens: int, classes: int) -> Products:
     target_N = torch.randint(classes, (tokens,), device="cuda")
     coefficients = RowCoefficients(by_normalizer_N, -by_normalizer_N, None, None)
     output_function = OutputFunction(function)
-    rows = routines(output_function.form, output_function.arguments(), logits_NV, False)
+    rows = LogitsKernels(output_function.form, output_function.arguments(), logits_NV)
 
     def run() -> torch.Tensor:
-        return rows.stats_and_gradient(
-            logits_NV, coefficients, None, target_N, None, out_NV, argmax=False, entropy=False
-        ).normalizer
+        return rows.stats_and_gradient(logits_NV, RowTargets(target_N), coefficients, None, out_NV).normalizer
 
     return Products(run, [])
 

@@ -22,19 +22,18 @@ ROAD = ("backends", "contract", "losses")
 PUBLIC = {"losses/functional.py", "losses/op.py", "contract/spec.py"}
 """what lists the options one by one: public functions, the specification, and the schema of the op"""
 ARITHMETIC = {"contract/tokens.py", "backends/reference.py"}
-FUSED = {"backends/triton/fused.py", "backends/triton/fused_mixture.py"}
-LAUNCHES = FUSED | {"backends/triton/few_launches.py"}
+FUSED = {"backends/triton/fused_loss.py", "backends/triton/fused_mixture.py"}
+LAUNCHES = FUSED | {"backends/triton/fused_tokens.py"}
 KERNELS = {
     "backends/triton/kernels/tokens.py",
-    "backends/triton/kernels/fused_kernels.py",
-    "backends/triton/kernels/token_kernels.py",
+    "backends/triton/kernels/fused_loss.py",
+    "backends/triton/kernels/token_losses.py",
 }
 """the transcription of the arithmetic, and the kernels that hand its numbers on to it"""
 MIXED_PROBABILITY = {
     "backends/chunked/loop.py",
     "backends/chunked/log_probs.py",
     "backends/chunked/mixture.py",
-    "backends/chunked/sharded_loop.py",
     "contract/normalizing.py",
     "losses/log_probs_op.py",
 }
@@ -42,7 +41,7 @@ MIXED_PROBABILITY = {
 
 KNOWN: dict[str, set[str]] = {
     "z_loss": PUBLIC | ARITHMETIC | LAUNCHES | KERNELS,
-    "label_smoothing": PUBLIC | ARITHMETIC | {"backends/triton/fused.py"} | KERNELS,
+    "label_smoothing": PUBLIC | ARITHMETIC | {"backends/triton/fused_loss.py"} | KERNELS,
     "floor": PUBLIC | ARITHMETIC | LAUNCHES | KERNELS | MIXED_PROBABILITY,
     "ignore_index": PUBLIC
     | ARITHMETIC
@@ -52,14 +51,14 @@ KNOWN: dict[str, set[str]] = {
     "reduction": PUBLIC | ARITHMETIC | LAUNCHES | {"backends/chunked/loss.py"},
     "weight_gradient": PUBLIC
     | LAUNCHES
-    | {"backends/chunked/path.py", "backends/chunked/providers.py", "backends/chunked/vocabulary_blocks.py"},
+    | {"backends/chunked/path.py", "backends/chunked/logits.py", "backends/chunked/vocabulary_blocks.py"},
     "chunk_bytes": PUBLIC
     | LAUNCHES
     | {
         "contract/problem.py",
         "losses/log_probs_op.py",
         "backends/chunked/path.py",
-        "backends/chunked/providers.py",
+        "backends/chunked/logits.py",
     },
 }
 

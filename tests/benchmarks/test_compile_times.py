@@ -15,7 +15,7 @@ import torch
 import sigsoftmax
 from sigsoftmax.backends.triton import lowering as triton_lowering
 from sigsoftmax.backends.triton import scaling
-from sigsoftmax.backends.triton.kernels import token_kernels
+from sigsoftmax.backends.triton.kernels import token_losses
 from sigsoftmax.contract import signature
 from sigsoftmax.losses import lowering
 
@@ -47,7 +47,7 @@ def test_programs_add_up_their_variants(compiled):
 
 
 def test_launches_differ_by_what_triton_specialises():
-    kernel = token_kernels.total_kernel
+    kernel = token_losses.total_kernel
     x = torch.empty(64, device="meta")
 
     def launch(size, values=x, block=4096):

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.chunked.providers import careful_sum
+from sigsoftmax.backends.chunked.logits import automatic_weight_gradient
 from sigsoftmax.losses.op import Extras
 
 N, K, V, D = 7, 3, 5, 4
@@ -353,7 +353,7 @@ def test_cross_entropy_over_the_option_grid(member: Member) -> None:
 
 @every_member
 def test_linear_cross_entropy_over_the_option_grid(member: Member) -> None:
-    """Tokens in two dimensions, a slab of two tokens at a time."""
+    """Tokens in two dimensions, a chunk of two tokens at a time."""
     hidden, weight, bias = leaf(N, D, deviation=1.0), leaf(V, D, deviation=1.0), leaf(V)
     inputs = [hidden, weight, bias]
     function = member.make(V)
@@ -1142,5 +1142,5 @@ def test_sums_on_a_gpu_take_the_smaller_buffer(
     classes: int, rows: int, features: int, chunk_mib: int, expected: str
 ) -> None:
     sizes = (classes, rows, features, chunk_mib * 2**20)
-    assert careful_sum(torch.device("cuda"), *sizes) == expected
-    assert careful_sum(torch.device("cpu"), *sizes) == "buffered"
+    assert automatic_weight_gradient(torch.device("cuda"), *sizes) == expected
+    assert automatic_weight_gradient(torch.device("cpu"), *sizes) == "buffered"

@@ -1,1 +1,1 @@
-"""How the mathematics of ``family`` is computed: the readable truth, the fast versions, and who picks."""
+"""Computing what ``family`` defines: the readable reference, and the fast backends."""

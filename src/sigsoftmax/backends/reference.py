@@ -23,7 +23,7 @@ from sigsoftmax.contract.tokens import floored, scaled, token_scales, z_losses
 
 
 class TokenResults(NamedTuple):
-    """What the losses need of each token."""
+    """Per token: its loss, and what extras are made of."""
 
     losses_N: Tensor
     log_normalizer_NK: Tensor

@@ -49,28 +49,31 @@ class RowCoefficients(NamedTuple):
     """Rows that the loss does not depend on: their gradient is 0, even where their logits are NaN. None if none."""
 
 
+class RowTargets(NamedTuple):
+    """The targets of rows, and the extras that are asked for; those of all classes, also where logits are a block."""
+
+    index_R: Tensor | None = None
+    """the target class of each row"""
+    dense: Tensor | None = None
+    """(V,) or (R, V): weights over all classes"""
+    argmax: bool = False
+    entropy: bool = False
+
+
 class RowRoutines(Protocol):
     """The two routines of a backend, for one output function and one loss."""
 
     max_rows: int | None
     """The most rows a call should be given, where fewer stay in a cache; None for no limit."""
 
-    def stats(
-        self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
-    ) -> RowStats:
-        """Measure rows. ``dense`` is (V,) or (R, V)."""
+    def stats(self, logits_RV: Tensor, targets: RowTargets) -> RowStats:
+        """The forward pass: the statistics of rows."""
         ...
 
     def gradient(
-        self,
-        logits_RV: Tensor,
-        stats: RowStats,
-        coefficients: RowCoefficients,
-        index_R: Tensor | None,
-        dense: Tensor | None,
-        out_RV: Tensor,
+        self, logits_RV: Tensor, targets: RowTargets, stats: RowStats, coefficients: RowCoefficients, out_RV: Tensor
     ) -> None:
-        """Write dL/dlogits of the rows that were measured last; ``out_RV`` may be ``logits_RV``."""
+        """Write dL/dlogits of the rows whose statistics were computed last; ``out_RV`` may be ``logits_RV``."""
         ...
 
     def argument_gradients(self) -> list[Tensor]:
@@ -80,34 +83,27 @@ class RowRoutines(Protocol):
 
 @runtime_checkable
 class FusedRowRoutines(RowRoutines, Protocol):
-    """A backend that can do both at once, where the coefficients do not wait for the stats."""
+    """A backend that can do both at once, where the coefficients do not wait for the statistics."""
 
     def stats_and_gradient(
         self,
         logits_RV: Tensor,
+        targets: RowTargets,
         coefficients: RowCoefficients,
         z_slope_R: Tensor | None,
-        index_R: Tensor | None,
-        dense: Tensor | None,
         out_RV: Tensor,
-        argmax: bool,
-        entropy: bool,
     ) -> RowStats:
-        """Measure rows and write their gradient; ``z_slope * log sum g`` is added to the normaliser's coefficient."""
+        """Both routines; ``z_slope * log sum g`` is added to the normaliser's coefficient."""
         ...
 
-    def gradient_of_classes(
+    def gradient(
         self,
         logits_RV: Tensor,
+        targets: RowTargets,
         stats: RowStats,
         coefficients: RowCoefficients,
-        index_R: Tensor | None,
-        dense: Tensor | None,
-        first_class: int,
         out_RV: Tensor,
+        first_class: int = 0,
     ) -> None:
-        """Write the gradient of a range of classes of rows that were measured before; out may be the logits.
-
-        ``index_R`` and ``dense`` are those of all classes.
-        """
+        """Write dL/dlogits of a block of classes from the first one on, of any rows whose statistics are known."""
         ...

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.backends.problems import problem_of
 from torch import Tensor
 
-from sigsoftmax.backends.chunked import matmul, providers
-from sigsoftmax.backends.chunked.providers import LinearLogits
+from sigsoftmax.backends.chunked import logits, matmul
+from sigsoftmax.backends.chunked.logits import LinearLogits
+from sigsoftmax.contract.operands import Operands
 
 FEATURES, CLASSES = 3, 37
 
@@ -52,37 +54,33 @@ def test_aligned_rows_are_summed_apart_from_the_rest(rows: int) -> None:
     torch.testing.assert_close(matmul.sum_over_rows(by_logits, features), by_logits.t() @ features)
 
 
-def gradients(rows: int, slabs: int) -> tuple[LinearLogits, list[Tensor]]:
+def gradients(rows: int, chunks: int) -> tuple[LinearLogits, list[Tensor]]:
     """Those of a sum of squares of logits, and whose they are."""
     torch.manual_seed(0)
-    source = LinearLogits(
-        torch.randn(rows, 1, FEATURES, dtype=torch.float64),
-        torch.randn(CLASSES, FEATURES, dtype=torch.float64),
-        torch.randn(CLASSES, dtype=torch.float64),
-        torch.float64,
-        -(-rows // slabs) * matmul.rounded_up(CLASSES, 16) * 8,
-        needs_hidden=True,
-        needs_weight=True,
-        needs_bias=True,
-    )
-    for _, chunk_RV in source.chunks():
-        chunk_RV.mul_(2.0)
-        source.backpropagate()
-    found = [gradient for gradient in source.gradients() if gradient is not None]
+    shapes = ((rows, FEATURES), (CLASSES, FEATURES), (CLASSES,))
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    operands = Operands(*leaves, target=torch.zeros(rows, dtype=torch.int64))
+    problem = problem_of(operands, chunk_bytes=-(-rows // chunks) * matmul.rounded_up(CLASSES, 16) * 8)
+    with torch.no_grad():
+        provider = LinearLogits(problem, operands)
+        for _, chunk_RV in provider.chunks():
+            chunk_RV.mul_(2.0)
+            provider.backpropagate()
+    found = [gradient for gradient in provider.gradients() if gradient is not None]
     assert len(found) == 3
-    return source, found
+    return provider, found
 
 
-@pytest.mark.parametrize(("rows", "slabs", "copies"), [(90, 4, True), (92, 3, True), (90, 2, False), (31, 3, False)])
+@pytest.mark.parametrize(("rows", "chunks", "copies"), [(90, 4, True), (92, 3, True), (90, 2, False), (31, 3, False)])
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_gradients_are_those_of_other_layouts(
-    rows: int, slabs: int, copies: bool, alignment: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, chunks: int, copies: bool, alignment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(providers, "row_alignment", lambda device: alignment)
-    _, expected = gradients(rows, slabs)
+    monkeypatch.setattr(logits, "row_alignment", lambda device: alignment)
+    _, expected = gradients(rows, chunks)
     with monkeypatch.context() as patch:
         patch.setattr(matmul, "uses_tf32", lambda matrix: True)
-        source, found = gradients(rows, slabs)
-    assert source.copies_weight == copies
-    assert (source.second_factor_Vd.stride(0) == 1) == copies
+        provider, found = gradients(rows, chunks)
+    assert provider.copies_weight == copies
+    assert (provider.second_factor_Vd.stride(0) == 1) == copies
     torch.testing.assert_close(found, expected)

@@ -3,10 +3,10 @@
 Triton has an interpreter that runs kernels on CPU tensors. It is chosen when kernels are defined, for a whole process,
 by TRITON_INTERPRET=1, while the tests around these want kernels that compile. So there are two kinds of files here:
 
-* ``test_rows``, ``test_columns``, ``test_losses``, ``test_fused``, ``test_smoothing``, ``test_stream``,
-  ``test_sharded``, ``test_tokens`` and ``test_intrinsics`` run kernels. On a machine with a GPU they run on it.
-  Elsewhere they skip themselves, and ``test_interpreted`` runs each of them in a process of its own that has the
-  variable set;
+* ``test_logits_kernels``, ``test_column_sums``, ``test_losses``, ``test_fused_loss``, ``test_smoothed_row``,
+  ``test_pipelined_row``, ``test_sharded``, ``test_tokens`` and ``test_intrinsics`` run kernels. On a machine with a GPU
+  they run on it. Elsewhere they skip themselves, and ``test_interpreted`` runs each of them in a process of its own
+  that has the variable set;
 * ``test_compile`` and ``test_sources`` need no GPU, ``test_gpu`` needs one.
 """
 
@@ -73,7 +73,7 @@ def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fused_paths(monkeypatch: pytest.MonkeyPatch) -> list[LossPath]:
     """The fused paths by which losses were computed; no call was lowered before."""
-    from sigsoftmax.backends.triton.fused import FusedLoss
+    from sigsoftmax.backends.triton.fused_loss import FusedLoss
     from sigsoftmax.backends.triton.fused_mixture import FusedMixture
 
     used: list[LossPath] = []

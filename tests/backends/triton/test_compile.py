@@ -18,14 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.backends.problems import problem_of
 from torch import Tensor
 
 from sigsoftmax import OutputFunction
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import Problem, Refusal
-from sigsoftmax.contract.signature import signature_of
-from sigsoftmax.contract.spec import LossSpec, loss_spec, member_of
-from sigsoftmax.losses.validation import loss_problem
+from sigsoftmax.contract.problem import Refusal
 
 triton = pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -84,13 +82,6 @@ def without_data(*shape: int, dtype: torch.dtype = torch.float32, learned: bool 
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=learned)
 
 
-def problem_of(operands: Operands, function: str = "sigsoftmax", **options: Any) -> Problem[LossSpec]:
-    """The loss that is specified so, validated; a mixture has the same function as its prior."""
-    member, _ = member_of(function)
-    spec = loss_spec(member=member, prior=None if operands.prior_logits is None else member, **options)
-    return loss_problem(spec, signature_of(operands))
-
-
 def row_launches(
     launches: list[Launch],
     function: OutputFunction,
@@ -105,30 +96,31 @@ def row_launches(
     stats: bool = True,
     gradient: bool = True,
 ) -> list[Launch]:
-    from sigsoftmax.backends.triton.rows import TritonRows
-    from sigsoftmax.contract.rows import RowCoefficients, RowStats
+    from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
+    from sigsoftmax.contract.rows import RowCoefficients, RowStats, RowTargets
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, device="meta")
 
     logits = torch.empty(R, classes, dtype=dtype, device="meta")
-    routines = TritonRows(function.form, function.arguments(classes), logits, learns)
+    routines = LogitsKernels(function.form, function.arguments(classes), logits, learns)
     index_R = torch.empty(R, dtype=torch.int64, device="meta") if index else None
     weights = [None, numbers(classes), numbers(R, classes)][dense]
+    targets = RowTargets(index_R, weights, entropy=entropy)
     by = RowCoefficients(numbers(R), numbers(R) if index else None, numbers(R) if dense else None, None)
     if stats and gradient:
         slope = numbers(R) if z_slope else None
-        routines.stats_and_gradient(logits, by, slope, index_R, weights, torch.empty_like(logits), False, entropy)
+        routines.stats_and_gradient(logits, targets, by, slope, torch.empty_like(logits))
     elif stats:
-        routines.stats(logits, index_R, weights, False, entropy)
+        routines.stats(logits, targets)
     else:
         known = RowStats(*(numbers(R) for _ in range(3)), numbers(R) if index else None, None, None, None)
-        routines.gradient(logits, known, by, index_R, weights, logits)
+        routines.gradient(logits, targets, known, by, logits)
     return launches
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FAST = {
+SOFTMAX = {
     "bfloat16": {"dtype": torch.bfloat16},
     "float16": {"dtype": torch.float16},
     "float32": {"dtype": torch.float32},
@@ -140,10 +132,10 @@ FAST = {
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigsoftmax"])
-@pytest.mark.parametrize("options", FAST.values(), ids=FAST)
-def test_the_fast_kernel(options: dict[str, Any], name: str, launches: list[Launch], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", SOFTMAX.values(), ids=SOFTMAX)
+def test_the_softmax_kernel(options: dict[str, Any], name: str, launches: list[Launch], tmp_path: Path) -> None:
     (launch,) = row_launches(launches, OutputFunction(name), **options)
-    assert launch.kernel.__name__ == "rows_kernel"
+    assert launch.kernel.__name__ == "softmax_logits_kernel"
     assert "LANES" in launch.values
     kernel = compiled(launch)
     assert spilled_bytes(kernel, tmp_path) <= MOST_SPILLED
@@ -153,13 +145,13 @@ def test_the_fast_kernel(options: dict[str, Any], name: str, launches: list[Laun
     assert min(16, share) >= 8
 
 
-def test_the_fast_kernel_for_rows_that_are_not_aligned(launches: list[Launch], tmp_path: Path) -> None:
+def test_the_softmax_kernel_for_rows_that_are_not_aligned(launches: list[Launch], tmp_path: Path) -> None:
     (launch,) = row_launches(launches, OutputFunction("sigsoftmax"), torch.bfloat16, classes=50_257)
     assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
 
 
 ALL = {"dense": 1, "z_slope": True, "entropy": True}
-GENERAL = {
+FORMS = {
     "relu": ("relu", {"dtype": torch.bfloat16, **ALL}),
     "softcap": ("softcap", {"dtype": torch.float16, **ALL}),
     "gss": ("gss(k=0.2)", {"dtype": torch.float32, **ALL}),
@@ -170,8 +162,8 @@ GENERAL = {
 }
 
 
-@pytest.mark.parametrize(("function", "options"), GENERAL.values(), ids=GENERAL)
-def test_the_general_kernel(function: str, options: dict[str, Any], launches: list[Launch], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("function", "options"), FORMS.values(), ids=FORMS)
+def test_the_form_kernel(function: str, options: dict[str, Any], launches: list[Launch], tmp_path: Path) -> None:
     (launch,) = row_launches(launches, OutputFunction.parse(function), **options)
     assert "FORM" in launch.values
     assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
@@ -184,14 +176,16 @@ def test_the_kernels_for_learned_arguments(per_class: bool, dense: int, launches
     c = torch.empty(V if per_class else (), device="meta")
     row_launches(launches, OutputFunction("gss", k=k, c=c), torch.bfloat16, dense=dense, z_slope=True, learns=True)
     names = [launch.kernel.__name__ for launch in launches]
-    assert names == (["rows_kernel", "per_class_kernel", "rows_kernel"] if per_class else ["rows_kernel"])
+    assert names == (
+        ["form_logits_kernel", "per_class_kernel", "form_logits_kernel"] if per_class else ["form_logits_kernel"]
+    )
     for launch in launches:
         assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
 
 
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
 def test_the_kernels_around_the_rows(is_weighted: bool, launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.triton import few_launches
+    from sigsoftmax.backends.triton import fused_tokens
 
     operands = Operands(
         input=without_data(R, V, dtype=torch.bfloat16, learned=True),
@@ -201,17 +195,21 @@ def test_the_kernels_around_the_rows(is_weighted: bool, launches: list[Launch], 
     )
     options: dict[str, Any] = {"z_loss": 0.1, "reduction": "sum"} if is_weighted else {}
     problem = problem_of(operands, **options)
-    assert few_launches.why_refused(problem) is None
+    assert fused_tokens.why_refused(problem) is None
     with torch.no_grad():
-        few_launches.FewLaunchesLoss(problem).compute(operands)
-    assert [launch.kernel.__name__ for launch in launches] == ["before_kernel", "rows_kernel", "after_kernel"]
+        fused_tokens.FusedTokensLoss(problem).compute(operands)
+    assert [launch.kernel.__name__ for launch in launches] == [
+        "prepare_tokens_kernel",
+        "softmax_logits_kernel",
+        "finish_tokens_kernel",
+    ]
     for launch in launches:
         assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
 
 
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
 def test_the_kernels_of_a_mixture(is_weighted: bool, launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.triton import few_launches
+    from sigsoftmax.backends.triton import fused_tokens
 
     tokens, components, features, classes = 64, 15, 8, 1024
     operands = Operands(
@@ -224,10 +222,10 @@ def test_the_kernels_of_a_mixture(is_weighted: bool, launches: list[Launch], tmp
     )
     options: dict[str, Any] = {"z_loss": 0.1, "floor": 1e-8, "reduction": "sum"} if is_weighted else {}
     problem = problem_of(operands, chunk_bytes=2**30, **options)
-    assert few_launches.why_refused(problem) is None
+    assert fused_tokens.why_refused(problem) is None
     with torch.no_grad():
-        few_launches.FewLaunchesLoss(problem).compute(operands)
-    names = ["log_prior", "before", "rows", "mixture", "rows", "total", "log_prior"]
+        fused_tokens.FusedTokensLoss(problem).compute(operands)
+    names = ["log_prior", "prepare_tokens", "softmax_logits", "mixture", "softmax_logits", "total", "log_prior"]
     assert [launch.kernel.__name__ for launch in launches] == [f"{name}_kernel" for name in names]
     for launch in launches:
         assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
@@ -240,7 +238,7 @@ def test_the_kernels_of_a_mixture(is_weighted: bool, launches: list[Launch], tmp
 def test_the_kernel_of_few_tokens(
     z_loss: float, smoothing: float, classes: int, function: str, launches: list[Launch], tmp_path: Path
 ) -> None:
-    from sigsoftmax.backends.triton import fused
+    from sigsoftmax.backends.triton import fused_loss
 
     operands = Operands(
         input=without_data(1400, 8, dtype=torch.bfloat16, learned=True),
@@ -248,7 +246,7 @@ def test_the_kernel_of_few_tokens(
         target=without_data(1400, dtype=torch.int64),
     )
     options: dict[str, Any] = {"z_loss": z_loss, "label_smoothing": smoothing, "chunk_bytes": 2**30}
-    path = fused.lower(problem_of(operands, function, **options))
+    path = fused_loss.lower(problem_of(operands, function, **options))
     assert not isinstance(path, Refusal)
     with torch.no_grad():
         path.compute(operands)
@@ -265,16 +263,16 @@ def test_the_kernel_of_few_tokens(
 def test_the_kernels_of_many_given_logits(
     z_loss: float, classes: int, dtype: torch.dtype, function: str, launches: list[Launch], tmp_path: Path
 ) -> None:
-    from sigsoftmax.backends.triton import fused
+    from sigsoftmax.backends.triton import fused_loss
 
     operands = Operands(
         input=without_data(8192, classes, dtype=dtype, learned=True), target=without_data(8192, dtype=torch.int64)
     )
-    path = fused.lower(problem_of(operands, function, z_loss=z_loss, chunk_bytes=1))
+    path = fused_loss.lower(problem_of(operands, function, z_loss=z_loss, chunk_bytes=1))
     assert not isinstance(path, Refusal)
     with torch.no_grad():
         path.compute(operands)
-    assert [launch.kernel.__name__ for launch in launches] == ["stream_kernel", "finish_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == ["pipelined_kernel", "finish_kernel"]
     # The memory of what threads spill would be in the cache where rows are to be.
     assert [spilled_bytes(compiled(launch), tmp_path) for launch in launches] == [0, 0]
 
@@ -291,46 +289,37 @@ def test_the_kernels_of_a_mixture_over_few_tokens(launches: list[Launch], tmp_pa
     with torch.no_grad():
         path.compute(operands)
     names = [launch.kernel.__name__ for launch in launches]
-    assert names == ["rows_kernel", "planned_mixture_kernel", "rows_kernel"] * 2
+    assert names == ["softmax_logits_kernel", "fused_mixture_kernel", "softmax_logits_kernel"] * 2
     for launch in launches:
         assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
 
 
 @pytest.mark.parametrize("function", ["sigsoftmax", "gss(k=0.2)", "relu"])
-def test_the_kernels_of_a_walk_over_classes(function: str, launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.chunked.providers import LinearLogits
-    from sigsoftmax.backends.chunked.vocabulary_blocks import ClassWalk
-    from sigsoftmax.backends.triton import ranges
-    from sigsoftmax.backends.triton.rows import TritonRows
+def test_the_kernels_of_vocabulary_blocks(function: str, launches: list[Launch], tmp_path: Path) -> None:
+    from sigsoftmax.backends.chunked.logits import LinearLogits
+    from sigsoftmax.backends.chunked.vocabulary_blocks import VocabularyBlocks
+    from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
+    from sigsoftmax.backends.triton.vocabulary_blocks import reduce_blocks
 
-    member = OutputFunction.parse(function)
-    hidden = torch.empty(R, 1, 8, dtype=torch.bfloat16, device="meta")
-    weight = torch.empty(1000, 8, dtype=torch.bfloat16, device="meta")
-    source = LinearLogits(
-        hidden,
-        weight,
-        None,
-        torch.bfloat16,
-        R * 500 * 2,
-        needs_hidden=True,
-        needs_weight=True,
-        needs_bias=False,
-        weight_gradient="exact",
-    )
-    routines = TritonRows(member.form, member.arguments(), source.logits_like)
-    index = torch.empty(R, dtype=torch.int64, device="meta")
-    ranges.measure(routines, ClassWalk(source), index, torch.empty(6, R, device="meta"))
+    member, index = OutputFunction.parse(function), without_data(R, dtype=torch.int64)
+    hidden, weight = (without_data(*shape, dtype=torch.bfloat16, learned=True) for shape in ((R, 8), (1000, 8)))
+    operands = Operands(hidden, weight, target=index)
+    provider = LinearLogits(problem_of(operands, chunk_bytes=R * 500 * 2, weight_gradient="exact"), operands)
+    kernels = LogitsKernels(member.form, member.arguments(), provider.logits_like)
+    with torch.no_grad():
+        reduce_blocks(kernels, VocabularyBlocks(provider), index, torch.empty(6, R, device="meta"))
     names = [launch.kernel.__name__ for launch in launches]
-    assert names == ["rows_kernel", *["rows_kernel", "add_kernel"] * (len(names) // 2)]
-    assert "add_kernel" in names
+    rows = "softmax_logits_kernel" if function == "sigsoftmax" else "form_logits_kernel"
+    assert names == [rows, *[rows, "add_block_kernel"] * (len(names) // 2)]
+    assert "add_block_kernel" in names
     assert spilled_bytes(compiled(launches[-1]), tmp_path) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_of_column_sums(dtype: torch.dtype, launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.triton import columns
+    from sigsoftmax.backends.triton import column_sums
 
-    columns.add_column_sums(
+    column_sums.add_by_kernel(
         torch.empty(1024, device="meta"), torch.empty(R, 1024, dtype=dtype, device="meta"), is_first=False
     )
     assert [launch.kernel.__name__ for launch in launches] == ["column_sums_kernel"] * 2
@@ -343,7 +332,8 @@ def test_the_kernel_of_column_sums(dtype: torch.dtype, launches: list[Launch], t
 def test_the_scaling_kernel(dtype: torch.dtype, launches: list[Launch], tmp_path: Path) -> None:
     from sigsoftmax.backends.triton import scaling
 
-    scaling.scale_in_place([torch.empty(2**20, dtype=dtype, device="meta")], torch.empty((), device="meta"))
+    scale = scaling.Scaling([2**20], torch.device("meta"))
+    scale([torch.empty(2**20, dtype=dtype, device="meta")], torch.empty((), device="meta"))
     (launch,) = launches
     kernel = compiled(launch)
     assert spilled_bytes(kernel, tmp_path) <= MOST_SPILLED

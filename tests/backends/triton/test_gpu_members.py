@@ -105,7 +105,7 @@ def test_given_logits(member: Member, dtype: torch.dtype) -> None:
 @every_dtype
 @every_member
 def test_products(member: Member, dtype: torch.dtype) -> None:
-    """Three slabs of tokens; the bias makes the logits what the table asks for."""
+    """Three chunks of tokens; the bias makes the logits what the table asks for."""
     for what, tokens, classes, change in tables():
         leaves = {
             "hidden": torch.randn(tokens, D, device=DEVICE).to(dtype),
@@ -113,12 +113,12 @@ def test_products(member: Member, dtype: torch.dtype) -> None:
             "bias": change(torch.randn(classes, device=DEVICE)).to(dtype),
         }
         y = targets(tokens, classes)
-        slab = max(1, tokens // 3) * classes * dtype.itemsize
+        chunk = max(1, tokens // 3) * classes * dtype.itemsize
 
         def loss(
-            hidden: Tensor, weight: Tensor, bias: Tensor, y: Tensor = y, slab: int = slab, **options: Any
+            hidden: Tensor, weight: Tensor, bias: Tensor, y: Tensor = y, chunk: int = chunk, **options: Any
         ) -> Tensor:
-            return sigsoftmax.linear_cross_entropy(hidden, weight, y, linear_bias=bias, chunk_bytes=slab, **options)
+            return sigsoftmax.linear_cross_entropy(hidden, weight, y, linear_bias=bias, chunk_bytes=chunk, **options)
 
         bounded(member, classes, leaves, loss, dtype, what)
 
@@ -134,13 +134,13 @@ def test_mixtures(member: Member, dtype: torch.dtype) -> None:
             "bias": change(torch.randn(classes, device=DEVICE)).to(dtype),
         }
         y = targets(tokens, classes)
-        slab = max(1, tokens // 3) * K * classes * dtype.itemsize
+        chunk = max(1, tokens // 3) * K * classes * dtype.itemsize
 
         def loss(
-            hidden: Tensor, prior: Tensor, weight: Tensor, bias: Tensor, y: Tensor = y, slab: int = slab, **more: Any
+            hidden: Tensor, prior: Tensor, weight: Tensor, bias: Tensor, y: Tensor = y, chunk: int = chunk, **more: Any
         ) -> Tensor:
             return sigsoftmax.mixture_cross_entropy(
-                hidden, prior, weight, y, linear_bias=bias, chunk_bytes=slab, prior_function="softmax", **more
+                hidden, prior, weight, y, linear_bias=bias, chunk_bytes=chunk, prior_function="softmax", **more
             )
 
         bounded(member, classes, leaves, loss, dtype, what)

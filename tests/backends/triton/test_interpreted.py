@@ -11,12 +11,12 @@ from tests.interpreted import run_interpreted
 @pytest.mark.parametrize(
     "name",
     [
-        "test_rows.py",
+        "test_logits_kernels.py",
         "test_losses.py",
-        "test_fused.py",
-        "test_smoothing.py",
-        "test_stream.py",
-        "test_columns.py",
+        "test_fused_loss.py",
+        "test_smoothed_row.py",
+        "test_pipelined_row.py",
+        "test_column_sums.py",
         "test_sharded.py",
         "test_tokens.py",
         "test_intrinsics.py",

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.chunked import providers
-from sigsoftmax.backends.triton import fused, priors
+from sigsoftmax.backends.chunked import logits as logits_module
+from sigsoftmax.backends.triton import fused_loss, priors
 from sigsoftmax.contract import normalizing, signature
 from sigsoftmax.contract.spec import member_of
 from sigsoftmax.losses import lowering
@@ -81,23 +81,23 @@ def check(
     return found[0], found[1:]
 
 
-@pytest.fixture(params=["messages", "few launches", "fused"])
+@pytest.fixture(params=["messages", "fused tokens", "fused"])
 def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The common losses are computed in few launches, unless bad targets are to be reported by a message.
+    """The common losses are computed in fused tokens, unless bad targets are to be reported by a message.
 
     Those of few tokens have fused paths besides.
     """
     monkeypatch.setattr(signature, "checks_values", lambda device: request.param == "messages")
     monkeypatch.setattr(lowering, "_lowered", {})
-    if request.param == "few launches":
-        monkeypatch.setattr(fused, "MOST_TOKENS", 0)
-        monkeypatch.setattr(fused, "MANY_TOKENS", 0)
+    if request.param == "fused tokens":
+        monkeypatch.setattr(fused_loss, "MOST_TOKENS", 0)
+        monkeypatch.setattr(fused_loss, "MANY_TOKENS", 0)
 
 
 @pytest.fixture(params=[1, 16], ids=["", "aligned"])
 def _alignments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any length, as on a CPU, and rows with room to the next multiple, as on a GPU."""
-    monkeypatch.setattr(providers, "row_alignment", lambda device: request.param)
+    monkeypatch.setattr(logits_module, "row_alignment", lambda device: request.param)
 
 
 def target_with_ignored(count: int = N) -> Tensor:
@@ -253,7 +253,7 @@ def test_a_prior_that_falls() -> None:
     z = torch.tensor([[-300.0, -1.0, 2.0], [5.0, -2e3, LEAST], [-1e30, -1e30, 1.0]], device=DEVICE)
     gss = OutputFunction("gss", k=-1.0)
     spec, _ = member_of(gss)
-    found = priors.KernelPrior(spec, z).log_prior().cpu().double()
+    found = priors.KernelPrior(spec, z).log_prior_NK.cpu().double()
     exact = normalizing.log_probs(z.cpu().double(), gss.form, gss.arguments())
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
 
@@ -527,8 +527,7 @@ def test_log_priors(label: str, shape: tuple[int, int]) -> None:
         return found.detach().cpu(), gradient.cpu()
 
     prior = priors.KernelPrior(spec, logits.to(DEVICE))
-    log_prior = prior.log_prior()
-    by_logits = prior.gradient(log_prior, by_log_prior.to(DEVICE))
+    log_prior, by_logits = prior.log_prior_NK, prior.gradient(by_log_prior.to(DEVICE))
     truth, plain = plainly(torch.float64, "cpu"), plainly(torch.float32, DEVICE)
     for actual, other, exact in zip((log_prior.cpu(), by_logits.cpu()), plain, truth, strict=True):
         masked = exact.isinf()

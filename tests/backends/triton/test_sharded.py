@@ -15,7 +15,7 @@ from tests.backends.triton.device import DEVICE
 from tests.tables import LEAST
 
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.triton import launches
+from sigsoftmax.backends.triton.launch import Launch
 
 SIZES = (4, 1, 6)
 
@@ -23,13 +23,13 @@ SIZES = (4, 1, 6)
 @pytest.fixture(autouse=True)
 def _one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter is not made for threads."""
-    lock, launch = threading.Lock(), launches._launch
+    lock, launch = threading.Lock(), Launch.__call__
 
     def launch_alone(*arguments: Any) -> Any:
         with lock:
             return launch(*arguments)
 
-    monkeypatch.setattr(launches, "_launch", launch_alone)
+    monkeypatch.setattr(Launch, "__call__", launch_alone)
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss(k=0.3)"])

@@ -2,8 +2,9 @@
 
 A block of rows stays in the cache while a dozen torch operations pass over it, so the logits come from memory once
 and the gradient goes there once. ``logistic`` has hand-made passes for the logistic form, softmax and sigsoftmax
-with one exponential an element among them; ``chunked.form_rows`` runs the reference formulas on the block, for every
-other member and for blocks with masks. The same code runs on any device.
+with one exponential per element among them; ``chunked.form_rows`` runs the reference formulas on the block, for every
+other member and for blocks with masks. The backend serves every device that has no kernels, not only CPUs; on the
+others a block is a whole chunk of logits.
 """
 
 from __future__ import annotations

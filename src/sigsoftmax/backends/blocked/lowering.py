@@ -1,4 +1,4 @@
-"""Which operations the torch operations on blocks of rows compute: all of them, on every device."""
+"""The paths of the backend ``blocked``: it computes every operation, on every device."""
 
 from __future__ import annotations
 

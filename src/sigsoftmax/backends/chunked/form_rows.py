@@ -1,4 +1,4 @@
-"""The two routines for any form, masks and all, by the reference formulas.
+"""The row routines of any form, masks and all, by the reference formulas.
 
 Shapes: R rows of a block, V classes.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.contract import normalizing, tokens
-from sigsoftmax.contract.rows import RowCoefficients, RowStats, compute_dtype
+from sigsoftmax.contract.rows import RowCoefficients, RowStats, RowTargets, compute_dtype
 from sigsoftmax.family.formulas import Form
 from sigsoftmax.family.parameters import ParameterKind, kind_of
 
@@ -20,11 +20,12 @@ BLOCK_BYTES = 512 * 2**10
 
 
 def block_rows(num_classes: int, device: torch.device, block_bytes: int) -> int | None:
+    """The number of rows of which a buffer in float32 has so many bytes; None where no cache is to be stayed in."""
     return max(1, block_bytes // (4 * num_classes)) if device.type == "cpu" else None
 
 
 class FormRows:
-    """Any form."""
+    """``RowRoutines`` of any form."""
 
     def __init__(
         self, form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool = False
@@ -44,44 +45,21 @@ class FormRows:
     def rows(self, logits_RV: Tensor) -> normalizing.Rows:
         return normalizing.rows(logits_RV, self.form, self.arguments, is_increasing=self.is_increasing)
 
-    def stats(
-        self, logits_RV: Tensor, index_R: Tensor | None, dense: Tensor | None, argmax: bool, entropy: bool
-    ) -> RowStats:
+    def stats(self, logits_RV: Tensor, targets: RowTargets) -> RowStats:
         rows = self._rows = self.rows(logits_RV)
-        relative = rows.relative
-        return RowStats(
-            rows.peak.squeeze(-1),
-            rows.offset.squeeze(-1),
-            rows.normalizer.squeeze(-1),
-            None if index_R is None else relative.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
-            None if dense is None else rows.weighted(dense),
-            relative.argmax(-1) if argmax else None,
-            tokens.entropy(rows.log_probs) if entropy else None,
-        )
+        at_dense = None if targets.dense is None else rows.weighted(targets.dense)
+        return row_stats(rows.peak, rows.offset, rows.normalizer, rows.relative, targets, at_dense)
 
     def gradient(
-        self,
-        logits_RV: Tensor,
-        stats: RowStats,
-        coefficients: RowCoefficients,
-        index_R: Tensor | None,
-        dense: Tensor | None,
-        out_RV: Tensor,
+        self, logits_RV: Tensor, targets: RowTargets, stats: RowStats, coefficients: RowCoefficients, out_RV: Tensor
     ) -> None:
         assert self._rows is not None, "stats comes before gradient"
-        by_phi_RV = (self._rows.relative - stats.normalizer.unsqueeze(-1)).exp_()
-        by_phi_RV.mul_(coefficients.normalizer.unsqueeze(-1))
-        if dense is not None and coefficients.dense is not None:
-            by_phi_RV.add_(coefficients.dense.unsqueeze(-1) * dense)
-        if index_R is not None and coefficients.target is not None:
-            by_phi_RV.scatter_add_(-1, index_R.unsqueeze(-1), coefficients.target.unsqueeze(-1))
-        if coefficients.unused is not None:
-            by_phi_RV.masked_fill_(coefficients.unused.unsqueeze(-1), 0.0)
-        self.backpropagate(logits_RV, by_phi_RV, out_RV)
+        f_RV = (self._rows.relative - stats.normalizer.unsqueeze(-1)).exp_()
+        self.backpropagate(logits_RV, phi_gradient(f_RV, targets, coefficients), out_RV)
 
     def backpropagate(self, logits_RV: Tensor, by_phi_RV: Tensor, out_RV: Tensor) -> None:
         """From dL/dphi of every element to dL/dz and the arguments; a mask has slope 1 and no parameters."""
-        z, masked, anchor = normalizing.with_peaks(
+        z, masked, peak = normalizing.with_peaks(
             logits_RV.to(self.dtype), self.form, self.arguments, is_increasing=self.is_increasing
         )
         slope = self.form.slope(z, *self.arguments)
@@ -89,7 +67,7 @@ class FormRows:
         if self.needs_arguments:
             by_phi_of_kept = by_phi_RV.masked_fill(masked, 0.0)
             row_sums = by_phi_of_kept.sum(-1, keepdim=True)
-            relative, offset = self.form.argument_slopes(z, anchor, *self.arguments)
+            relative, offset = self.form.argument_slopes(z, peak, *self.arguments)
             sums = zip(self._argument_sums, self.kinds, relative, offset, strict=True)
             for total, kind, by_relative, by_offset in sums:
                 product = (by_phi_of_kept * by_relative).masked_fill_(unused, 0.0)
@@ -105,3 +83,38 @@ class FormRows:
 
     def argument_gradients(self) -> list[Tensor]:
         return self._argument_sums
+
+
+def row_stats(
+    peak_R1: Tensor,
+    offset_R1: Tensor,
+    normalizer_R1: Tensor,
+    relative_RV: Tensor,
+    targets: RowTargets,
+    at_dense_R: Tensor | None,
+) -> RowStats:
+    """The statistics of rows of which phi less the offset is known for every class."""
+    index_R = targets.index_R
+    return RowStats(
+        peak_R1.squeeze(-1),
+        offset_R1.squeeze(-1),
+        normalizer_R1.squeeze(-1),
+        None if index_R is None else relative_RV.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
+        at_dense_R,
+        relative_RV.argmax(-1) if targets.argmax else None,
+        tokens.entropy(relative_RV - normalizer_R1) if targets.entropy else None,
+    )
+
+
+def phi_gradient(
+    f_RV: Tensor, targets: RowTargets, coefficients: RowCoefficients, scratch_RV: Tensor | None = None
+) -> Tensor:
+    """dL/dphi of every element, in the place of the probabilities of the rows."""
+    f_RV.mul_(coefficients.normalizer.unsqueeze(-1))
+    if targets.dense is not None and coefficients.dense is not None:
+        f_RV.add_(torch.mul(targets.dense, coefficients.dense.unsqueeze(-1), out=scratch_RV))
+    if targets.index_R is not None and coefficients.target is not None:
+        f_RV.scatter_add_(-1, targets.index_R.unsqueeze(-1), coefficients.target.unsqueeze(-1))
+    if coefficients.unused is not None:
+        f_RV.masked_fill_(coefficients.unused.unsqueeze(-1), 0.0)
+    return f_RV

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends.chunked.form_rows import FormRows
+from sigsoftmax.backends.chunked.logits import LogitsProvider
 from sigsoftmax.backends.chunked.mixture import MixtureBlock
-from sigsoftmax.backends.chunked.path import ChunkedPath, gradients_of_tensors, shaped
-from sigsoftmax.backends.chunked.providers import LinearLogits, Source
+from sigsoftmax.backends.chunked.path import ChunkedPath
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Problem
 from sigsoftmax.contract.spec import LogProbsSpec
@@ -26,56 +26,41 @@ class ChunkedLogProbs(ChunkedPath[LogProbsSpec]):
         super().__init__(problem, "rows in blocks by torch operations")
 
     def compute(self, operands: Operands) -> Tensor:
-        source, _ = self.source(operands, wants_rows=False)
-        routines = self._routines(operands, source, wants_gradient=False)
-        prior = None if self.problem.spec.prior is None else self.prior(operands)
-        log_prior_NK = None if prior is None else prior.log_prior()
-        out_NV = source.logits_like.new_empty(source.num_tokens, source.num_classes)
-        for span, _, logits_RV in source.blocks(routines.max_rows, backpropagate=False):
-            if log_prior_NK is None:
-                out_NV[span] = routines.rows(logits_RV).log_probs
-            else:
-                out_NV[span] = self._mixture(routines, logits_RV, log_prior_NK[span]).log_p_nV
+        provider, prior = self.provider(operands, wants_gradient=False), self.prior(operands)
+        routines = self._routines(operands, provider, needs_arguments=False)
+        out_NV = provider.logits_like.new_empty(provider.num_tokens, provider.num_classes)
+        for blocks in provider.blocks(routines.max_rows):
+            for tokens, _, logits_RV in blocks:
+                if prior is None:
+                    out_NV[tokens] = routines.rows(logits_RV).log_probs
+                else:
+                    out_NV[tokens] = self._mixture(routines, logits_RV, prior.log_prior_NK[tokens]).log_p_nV
         return out_NV
 
     def gradients(self, operands: Operands, by_log_p_NV: Tensor) -> Sequence[Tensor | None]:
-        wanted, spec = self.problem.wanted, self.problem.spec
-        source, by_logits_NV = self.source(operands, wants_rows=True)
-        routines = self._routines(operands, source, wants_gradient=True)
-        prior = None if self.problem.spec.prior is None else self.prior(operands)
-        log_prior_NK = by_log_prior_NK = None
-        if prior is not None:
-            log_prior_NK = prior.log_prior()
-            by_log_prior_NK = torch.empty_like(log_prior_NK)
-        for span, first_row, logits_RV in source.blocks(routines.max_rows, backpropagate=True):
-            by_log_p_nV = by_log_p_NV[span].to(routines.dtype)
-            out_RV = source.gradient_rows(first_row, logits_RV)
-            if log_prior_NK is None or by_log_prior_NK is None:
-                f_RV = routines.rows(logits_RV).log_probs.exp_()
-                by_phi_RV = by_log_p_nV - f_RV * by_log_p_nV.sum(-1, keepdim=True)
-                routines.backpropagate(logits_RV, by_phi_RV, out_RV)
-            else:
-                block = self._mixture(routines, logits_RV, log_prior_NK[span])
-                by_log_prior_NK[span] = block.gradient(by_log_p_nV, None, None, out_RV).to(by_log_prior_NK.dtype)
-        by_product: Sequence[Tensor | None] = (by_logits_NV, None, None)
-        if isinstance(source, LinearLogits):
-            by_product = source.gradients()
-        by_prior_NK = None
-        if prior is not None and log_prior_NK is not None and by_log_prior_NK is not None:
-            by_prior_NK = prior.gradient(log_prior_NK, by_log_prior_NK)
-        gradients = (
-            *by_product,
-            by_prior_NK,
-            None,
-            *gradients_of_tensors(spec.member, routines.argument_gradients()),
-            *gradients_of_tensors(spec.prior, [] if prior is None else prior.argument_gradients()),
-        )
-        return shaped(gradients, operands, wanted.flat)
+        provider, prior = self.provider(operands, wants_gradient=True), self.prior(operands)
+        routines = self._routines(operands, provider, needs_arguments=any(self.problem.wanted.arguments))
+        by_log_prior_NK = None if prior is None else torch.empty_like(prior.log_prior_NK)
+        for blocks in provider.blocks(routines.max_rows):
+            for tokens, rows, logits_RV in blocks:
+                by_log_p_nV = by_log_p_NV[tokens].to(routines.dtype)
+                out_RV = provider.gradient_rows(rows, logits_RV)
+                if prior is None or by_log_prior_NK is None:
+                    f_RV = routines.rows(logits_RV).log_probs.exp_()
+                    by_phi_RV = by_log_p_nV - f_RV * by_log_p_nV.sum(-1, keepdim=True)
+                    routines.backpropagate(logits_RV, by_phi_RV, out_RV)
+                else:
+                    mixture = self._mixture(routines, logits_RV, prior.log_prior_NK[tokens])
+                    by_log_f_nKV = mixture.by_log_f(by_log_p_nV)
+                    by_log_prior_nK = by_log_f_nKV.sum(-1)
+                    mixture.backpropagate(by_log_f_nKV, by_log_prior_nK, None, out_RV)
+                    by_log_prior_NK[tokens] = by_log_prior_nK.to(by_log_prior_NK.dtype)
+            provider.backpropagate()
+        return self.operand_gradients(operands, provider, routines.argument_gradients(), prior, by_log_prior_NK)
 
-    def _routines(self, operands: Operands, source: Source, *, wants_gradient: bool) -> FormRows:
+    def _routines(self, operands: Operands, provider: LogitsProvider, *, needs_arguments: bool) -> FormRows:
         member = self.problem.spec.member
-        needs_arguments = wants_gradient and any(self.problem.wanted.arguments)
-        return FormRows(member.form, member.arguments(operands.arguments), source.logits_like, needs_arguments)
+        return FormRows(member.form, member.arguments(operands.arguments), provider.logits_like, needs_arguments)
 
     def _mixture(self, routines: FormRows, logits_RV: Tensor, log_prior_nK: Tensor) -> MixtureBlock:
         return MixtureBlock(routines, logits_RV, log_prior_nK.to(routines.dtype), self.problem.spec.floor)

@@ -1,31 +1,35 @@
 """The chunk loop above the backends: losses and their gradients without an N x V tensor.
 
-Logits come from a source, either rows that the caller holds or the product of hidden vectors and an output matrix,
-made a slab at a time. Each block of rows is measured, the coefficients of the loss follow from a few numbers a row
-(``contract.tokens``), and the gradient overwrites the block. A plain output layer is a mixture of one component: K = 1
-and no prior.
+Logits come from a provider, a chunk at a time. The statistics of each block of rows are computed, the coefficients of
+the loss follow from a few numbers per row (``contract.tokens``), and the gradient overwrites the block. A plain output
+layer is a mixture of one component: K = 1 and no prior. Where the classes are spread over processes, each runs the loop
+over its own classes, and the processes exchange the statistics of a chunk before its gradient is written
+(``sharded_statistics``).
 
-Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tokens of a block.
+Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tokens of a block or chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.backends.chunked.form_rows import FormRows
+from sigsoftmax.backends.chunked.logits import Block, LinearLogits, LogitsProvider
 from sigsoftmax.backends.chunked.mixture import MixtureBlock
-from sigsoftmax.backends.chunked.providers import LinearLogits, Source
-from sigsoftmax.backends.chunked.vocabulary_blocks import ClassWalk
-from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowRoutines, RowStats, compute_dtype
-from sigsoftmax.contract.spec import LossSpec
-from sigsoftmax.contract.tokens import TokenArithmetic, TokenBatch, entropy
-from sigsoftmax.family.formulas import Form
-
-Vectors = TypeVar("Vectors", RowStats, RowCoefficients)
+from sigsoftmax.backends.chunked.sharded_statistics import (
+    Combined,
+    Reduced,
+    WholeRows,
+    concatenated,
+    per_row,
+)
+from sigsoftmax.backends.chunked.vocabulary_blocks import VocabularyBlocks
+from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowRoutines, RowStats, RowTargets
+from sigsoftmax.contract.tokens import TokenArithmetic, entropy
 
 
 class TokenLosses(NamedTuple):
@@ -37,110 +41,57 @@ class TokenLosses(NamedTuple):
     entropy_N: Tensor | None
 
 
-def concatenate(kind: type[Vectors], pieces: Sequence[Vectors]) -> Vectors:
-    """Named tuples of vectors joined field by field."""
-    columns: list[Any] = [None if c[0] is None else torch.cat(c) for c in zip(*pieces, strict=True)]
-    return kind(*columns)
-
-
-class Rows(NamedTuple):
-    """The output function of a loss as row routines are made for it."""
-
-    make: Callable[[Form, Sequence[Tensor], Tensor, bool], RowRoutines]
-    form: Form
-    arguments: Sequence[Tensor]
-    needs_arguments: bool
-    """whether gradients of the arguments are wanted"""
-
-    def routines(self, logits_like: Tensor) -> RowRoutines:
-        return self.make(self.form, self.arguments, logits_like, self.needs_arguments)
-
-    def dense_routines(self, logits_like: Tensor) -> FormRows:
-        """Routines that can tell the log-probability of every class."""
-        return FormRows(self.form, self.arguments, logits_like, self.needs_arguments)
-
-
 class LossLoop:
-    """One loss over all rows of a source, with gradients if asked for; ``run`` does the work.
+    """One loss over all rows of a provider, with gradients if ``tokens`` has scales; ``run`` does the work.
 
-    ``scale_N`` is the weight of each token in the total whose gradient is wanted; without it no gradient is computed.
     Blocks are many and small, so whatever can be computed for all tokens at once is computed before or after them.
-    ``num_classes`` is that of the whole loss, where the source has but a part of them (``sharded_loop``).
     """
 
     def __init__(
-        self,
-        source: Source,
-        rows: Rows,
-        spec: LossSpec,
-        batch: TokenBatch,
-        scale_N: Tensor | None,
-        num_classes: int | None = None,
+        self, provider: LogitsProvider, routines: RowRoutines, tokens: TokenArithmetic, rows: WholeRows
     ) -> None:
-        self.source = source
-        like = source.logits_like
-        self.numbers = torch.empty(0, dtype=compute_dtype(like.dtype), device=like.device)
-        num_classes = source.num_classes if num_classes is None else num_classes
-        self.tokens = TokenArithmetic(spec, batch, scale_N, num_classes, self.numbers)
-        self.wants_argmax, self.wants_entropy = (name in self.tokens.wants for name in ("argmax", "entropy"))
-        if self.tokens.mixes_every_class:
-            self.dense_routines = rows.dense_routines(like)
-            self.routines: RowRoutines = self.dense_routines
-        else:
-            self.routines = rows.routines(like)
-        wants_prior = scale_N is not None and batch.log_prior_NK is not None
-        shape_NK = (source.num_tokens, source.components)
-        self.prior_gradient_NK = self.numbers.new_empty(shape_NK) if wants_prior else None
+        self.provider, self.routines, self.tokens, self.rows = provider, routines, tokens, rows
+        self.wants_argmax, self.wants_entropy = (name in tokens.wants for name in ("argmax", "entropy"))
+        self.wants_gradient = tokens.scale_N is not None
+        self.prior_gradient_NK: Tensor | None = None
+        if self.wants_gradient and tokens.log_prior_NK is not None:
+            self.prior_gradient_NK = tokens.numbers.new_empty(provider.num_tokens, provider.components)
         self.collected: dict[str, list[Tensor]] = {}
 
     def run(self) -> TokenLosses:
-        wants_gradient = self.tokens.scale_N is not None
-        if wants_gradient and isinstance(self.source, LinearLogits) and self.source.walks_classes:
-            if isinstance(self.routines, FusedRowRoutines) and self.tokens.probabilities_NV is None:
-                self._walk_classes(self.source, self.routines)
+        provider, routines = self.provider, self.routines
+        knows_coefficients = not self.tokens.waits_for_rows and not self.rows.is_sharded
+        if self.wants_gradient and isinstance(provider, LinearLogits) and provider.tiles_vocabulary:
+            if isinstance(routines, FusedRowRoutines) and self.tokens.probabilities_NV is None:
+                self._vocabulary_tiled(provider, routines)
                 return self._results()
-            self.source.walks_classes = False
-        compute = self._dense_mixture_block if self.tokens.mixes_every_class else self._block
-        for span, first_row, logits_RV in self.source.blocks(self.routines.max_rows, backpropagate=wants_gradient):
-            compute(span, logits_RV, self.source.gradient_rows(first_row, logits_RV) if wants_gradient else None)
+            provider.tiles_vocabulary = False
+        compute = self._rows
+        if self.tokens.mixes_every_class:
+            compute = self._mixed_rows
+        elif self.wants_gradient and isinstance(routines, FusedRowRoutines) and knows_coefficients:
+            compute = self._fused_rows
+        for blocks in provider.blocks(routines.max_rows):
+            # Processes exchange the statistics of a whole chunk.
+            for unit in [blocks] if self.rows.is_sharded else [[block] for block in blocks]:
+                compute(unit)
+            if self.wants_gradient:
+                provider.backpropagate()
         return self._results()
-
-    def _walk_classes(self, source: LinearLogits, routines: FusedRowRoutines) -> None:
-        """Measure all rows first, then compute the gradient a range of classes at a time."""
-        measured = [self._measure(span, rows_RV) for span, _, rows_RV in source.blocks(None, backpropagate=False)]
-        if not measured:
-            return
-        all_stats, all_coefficients = zip(*measured, strict=True)
-        stats, coefficients = concatenate(RowStats, all_stats), concatenate(RowCoefficients, all_coefficients)
-        index_R, dense = self._row_index(slice(None)), self.tokens.smoothing_V
-        for first_class, logits_RV, out_RV in ClassWalk(source).gradients():
-            routines.gradient_of_classes(logits_RV, stats, coefficients, index_R, dense, first_class, out_RV)
-
-    def _measure(self, span: slice, logits_RV: Tensor) -> tuple[RowStats, RowCoefficients]:
-        stats = self.routines.stats(
-            logits_RV, self._row_index(span), self.tokens.smoothing_V, self.wants_argmax, self.wants_entropy
-        )
-        self._collect_stats(stats, None)
-        coefficients = self._coefficients(span, stats, None, self._collect_mixture(span, stats))
-        # Routines that walk classes know unused rows by their coefficients.
-        return stats, coefficients._replace(unused=None)
 
     def _results(self) -> TokenLosses:
         if "log_normalizer" in self.collected:
             normalizer_NK = self._all("log_normalizer")
         else:
-            normalizer_NK = (self._all("normalizer") + self._all("offset")).view(-1, self.source.components)
-        if "losses" in self.collected or not self.source.num_tokens:
+            normalizer_NK = (self._all("normalizer") + self._all("offset")).view(-1, self.provider.components)
+        if "losses" in self.collected or not self.provider.num_tokens:
             losses_N = self._all("losses")
         else:
-            measured = (self._all(name) if name in self.collected else None for name in ("target", "dense", "mass"))
-            losses_N = self.tokens.plain_losses(self._all("normalizer"), *measured)
+            sums = (self._all(name) if name in self.collected else None for name in ("target", "dense", "mass"))
+            losses_N = self.tokens.plain_losses(self._all("normalizer"), *sums)
         argmax_N = self._all("argmax", torch.int64) if self.wants_argmax else None
         entropy_N = self._all("entropy") if self.wants_entropy else None
         return TokenLosses(self.tokens.finished(losses_N, normalizer_NK), normalizer_NK, argmax_N, entropy_N)
-
-    def argument_gradients(self) -> list[Tensor]:
-        return self.routines.argument_gradients()
 
     def _collect(self, **values: Tensor | None) -> None:
         for name, value in values.items():
@@ -148,83 +99,155 @@ class LossLoop:
                 self.collected.setdefault(name, []).append(value)
 
     def _all(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """What was collected under a name, for all rows; empty if nothing was."""
+        """The values collected under a name, for all rows; empty if there are none."""
         pieces = self.collected.get(name, [])
-        return torch.cat(pieces) if pieces else self.numbers.new_empty(0, dtype=dtype)
+        return torch.cat(pieces) if pieces else self.tokens.numbers.new_empty(0, dtype=dtype)
 
     # A plain row, or a mixture that only needs its rows at the target.
 
-    def _block(self, span: slice, logits_RV: Tensor, out_RV: Tensor | None) -> None:
-        tokens = self.tokens
-        index_R, dense = self._row_index(span), tokens.dense_weights(span)
-        mass = dense.sum(-1) if tokens.probabilities_NV is not None and dense is not None else None
-        extras = (self.wants_argmax, self.wants_entropy)
-        if out_RV is not None and not tokens.waits_for_rows and isinstance(self.routines, FusedRowRoutines):
-            stats = self.routines.stats_and_gradient(
-                logits_RV,
-                tokens.coefficients(span, None, mass, None),
-                tokens.z_slopes(span),
-                index_R,
-                dense,
-                out_RV,
-                *extras,
-            )
-            self._collect_stats(stats, mass)
-            return
-        stats = self.routines.stats(logits_RV, index_R, dense, *extras)
+    def _fused_rows(self, blocks: Sequence[Block]) -> None:
+        """Statistics and gradient at once."""
+        (block,) = blocks
+        span, targets = block.tokens, self._targets(block.tokens)
+        assert isinstance(self.routines, FusedRowRoutines)
+        mass = None if targets.dense is None or targets.dense.ndim == 1 else targets.dense.sum(-1)
+        coefficients = self.tokens.coefficients(span, None, mass, None)
+        out_RV = self.provider.gradient_rows(block.rows, block.logits_RV)
+        z_slope_n = self.tokens.z_slopes(span)
+        stats = self.routines.stats_and_gradient(block.logits_RV, targets, coefficients, z_slope_n, out_RV)
         self._collect_stats(stats, mass)
-        by_log_f_nK = self._collect_mixture(span, stats)
-        if out_RV is not None:
-            coefficients = self._coefficients(span, stats, mass, by_log_f_nK)
-            self.routines.gradient(logits_RV, stats, coefficients, index_R, dense, out_RV)
+
+    def _rows(self, blocks: Sequence[Block]) -> None:
+        only = self._targets(blocks[0].tokens) if len(blocks) == 1 else None
+        own = [self._reduced(block, only) for block in blocks]
+        span = slice(blocks[0].tokens.start, blocks[-1].tokens.stop)
+        combined, by_log_f_nK = self._combined(span, own)
+        if not self.wants_gradient:
+            return
+        whole = self._coefficients(span, combined, by_log_f_nK)
+        for block in blocks:
+            targets, stats, coefficients = only, own[0].stats, whole
+            if targets is None:
+                # A backend writes the gradient of the rows whose statistics it computed last.
+                targets = self._targets(block.tokens)._replace(argmax=False, entropy=False)
+                stats = self.routines.stats(block.logits_RV, targets)
+                parts: list[Any] = [None if part is None else part[block.rows] for part in whole]
+                coefficients = RowCoefficients(*parts)
+            out_RV = self.provider.gradient_rows(block.rows, block.logits_RV)
+            self.routines.gradient(block.logits_RV, targets, self.rows.for_gradient(stats), coefficients, out_RV)
+
+    def _vocabulary_tiled(self, provider: LinearLogits, routines: FusedRowRoutines) -> None:
+        """The statistics of all rows first, then the gradient a block of the vocabulary at a time."""
+        own = [self._reduced(block) for blocks in provider.blocks(None) for block in blocks]
+        if not own:
+            return
+        everything = slice(0, provider.num_tokens)
+        combined, by_log_f_NK = self._combined(everything, own)
+        # Routines that take blocks of the vocabulary know unused rows by their coefficients.
+        coefficients = self._coefficients(everything, combined, by_log_f_NK)._replace(unused=None)
+        stats = self.rows.for_gradient(concatenated([part.stats for part in own]))
+        targets = self._targets(everything)
+        for first_class, logits_RV, out_RV in VocabularyBlocks(provider).backward():
+            routines.gradient(logits_RV, targets, stats, coefficients, out_RV, first_class)
+
+    def _targets(self, span: slice) -> RowTargets:
+        index_R = per_row(self.tokens.index_N, span, self.provider.components)
+        return RowTargets(index_R, self.tokens.dense_weights(span), self.wants_argmax, self.wants_entropy)
+
+    def _reduced(self, block: Block, targets: RowTargets | None = None) -> Reduced:
+        return self.rows.reduce(self.routines, block.logits_RV, targets or self._targets(block.tokens))
+
+    def _combined(self, span: slice, own: Sequence[Reduced]) -> tuple[Combined, Tensor | None]:
+        """Statistics of whole rows, collected for the losses; and what the gradient of a mixture needs."""
+        combined = self.rows.combine(concatenated(own), span)
+        stats = combined.stats
+        self._collect_stats(stats, combined.mass if self.tokens.probabilities_NV is not None else None)
+        if self.tokens.log_prior_NK is None:
+            return combined, None
+        # The losses of a mixture are known at once.
+        assert stats.target is not None
+        log_f_nK = (stats.target - stats.normalizer).view(-1, self.provider.components)
+        losses, by_log_f_nK = self.tokens.mixture_losses(span, log_f_nK)
+        self._collect(losses=losses)
+        return combined, by_log_f_nK
 
     def _collect_stats(self, stats: RowStats, mass: Tensor | None) -> None:
         self._collect(offset=stats.offset, normalizer=stats.normalizer, argmax=stats.argmax, entropy=stats.entropy)
         if self.tokens.log_prior_NK is None:
             self._collect(target=stats.target, dense=stats.dense, mass=mass)
 
-    def _collect_mixture(self, span: slice, stats: RowStats) -> Tensor | None:
-        """The losses of a mixture are known at once; returns what their gradient needs."""
-        if self.tokens.log_prior_NK is None:
-            return None
-        assert stats.target is not None
-        log_f_nK = (stats.target - stats.normalizer).view(-1, self.source.components)
-        losses, by_log_f_nK = self.tokens.mixture_losses(span, log_f_nK)
-        self._collect(losses=losses)
-        return by_log_f_nK
-
-    def _coefficients(
-        self, span: slice, stats: RowStats, mass: Tensor | None, by_log_f_nK: Tensor | None
-    ) -> RowCoefficients:
-        coefficients = self.tokens.coefficients(span, stats, mass, by_log_f_nK)
-        if by_log_f_nK is not None and self.prior_gradient_NK is not None and coefficients.target is not None:
-            self.prior_gradient_NK[span] = coefficients.target.view_as(by_log_f_nK)
-        return coefficients
-
-    def _row_index(self, span: slice) -> Tensor | None:
-        """The target of each row."""
-        if self.tokens.index_N is None:
-            return None
-        index_n = self.tokens.index_N[span]
-        return index_n if self.source.components == 1 else index_n.repeat_interleave(self.source.components)
+    def _coefficients(self, span: slice, combined: Combined, by_log_f_nK: Tensor | None) -> RowCoefficients:
+        whole = self.tokens.coefficients(span, combined.stats, combined.mass, by_log_f_nK)
+        if by_log_f_nK is not None and self.prior_gradient_NK is not None and whole.target is not None:
+            self.prior_gradient_NK[span] = whole.target.view_as(by_log_f_nK)
+        return self.rows.own_coefficients(whole, combined, span)
 
     # A mixture whose loss or extras need the mixed probability of every class.
 
-    def _dense_mixture_block(self, span: slice, logits_RV: Tensor, out_RV: Tensor | None) -> None:
-        tokens = self.tokens
-        assert tokens.log_prior_NK is not None
-        block = MixtureBlock(self.dense_routines, logits_RV, tokens.log_prior_NK[span], tokens.spec.floor)
-        log_p_nV = block.log_p_nV
-        self._collect(
-            log_normalizer=block.log_normalizer_nK,
-            losses=tokens.losses_of_every_class(span, log_p_nV),
-            argmax=log_p_nV.argmax(-1) if self.wants_argmax else None,
-            entropy=entropy(log_p_nV) if self.wants_entropy else None,
-        )
-        if out_RV is None or tokens.unused_N is None or self.prior_gradient_NK is None:
-            return
-        by_log_p_nV = tokens.by_log_p(span, log_p_nV.shape[1], tokens.target_weight_N)
-        by_normalizer_nK = tokens.by_log_normalizer(span, block.log_normalizer_nK)
+    def _mixed_rows(self, blocks: Sequence[Block]) -> None:
+        """Up to three rounds over the blocks: normalisers of whole rows, sums over classes, the gradient."""
+        combined = self.rows.normalizers(self.routines, blocks)
+        normalizer_R = None if combined is None or combined.gap is None else combined.stats.normalizer - combined.gap
+        only = [self._mixed(blocks[0], normalizer_R)] if len(blocks) == 1 else None
+
+        def mixed() -> Iterable[tuple[MixtureBlock, Tensor | None]]:
+            return only or (self._mixed(block, normalizer_R) for block in blocks)
+
+        sums = [self._sums_over_classes(*m, block.tokens) for m, block in zip(mixed(), blocks, strict=True)]
+        if combined is None:
+            assert only is not None
+            log_normalizer_nK = only[0][0].log_normalizer_nK
+        else:
+            log_normalizer_R = combined.stats.normalizer + combined.stats.offset
+            log_normalizer_nK = log_normalizer_R.view(-1, self.provider.components)
+        parts, best, argmax = (None if p[0] is None else torch.cat(p, -1) for p in zip(*sums, strict=True))
+        assert parts is not None
+        (losses_n, *others), argmax_n = self.rows.over_classes(parts, best, argmax)
+        entropy_n = others.pop(0) if self.wants_entropy else None
+        self._collect(log_normalizer=log_normalizer_nK, losses=losses_n, argmax=argmax_n, entropy=entropy_n)
+        if self.wants_gradient:
+            self._write_mixed_gradient(blocks, mixed(), torch.stack(others, -1), log_normalizer_nK)
+
+    def _mixed(self, block: Block, normalizer_R: Tensor | None) -> tuple[MixtureBlock, Tensor | None]:
+        """The mixture of a block, and the gradient of its log f if that is wanted."""
+        tokens, routines = self.tokens, self.routines
+        assert tokens.log_prior_NK is not None and isinstance(routines, FormRows)
+        normalizer_R = None if normalizer_R is None else normalizer_R[block.rows]
+        log_prior_nK = tokens.log_prior_NK[block.tokens]
+        mixture = MixtureBlock(routines, block.logits_RV, log_prior_nK, tokens.spec.floor, normalizer_R)
+        if not self.wants_gradient:
+            return mixture, None
+        by_log_p_nV = tokens.by_log_p(block.tokens, self.provider.num_classes, self.rows.owned_weight_N)
+        return mixture, mixture.by_log_f(by_log_p_nV)
+
+    def _sums_over_classes(
+        self, mixture: MixtureBlock, by_log_f_nKV: Tensor | None, span: slice
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """This process's part of losses, entropies and dL/dlog prior, (C, n); log P of its best class, and which."""
+        log_p_nV = mixture.log_p_nV
+        parts = [self.tokens.losses_of_every_class(span, log_p_nV, self.rows.owned_N)]
+        if self.wants_entropy:
+            parts.append(entropy(log_p_nV))
+        if by_log_f_nKV is not None:
+            parts += by_log_f_nKV.sum(-1).unbind(-1)
+        return torch.stack(parts), *(log_p_nV.max(-1) if self.wants_argmax else (None, None))
+
+    def _write_mixed_gradient(
+        self,
+        blocks: Sequence[Block],
+        mixed: Iterable[tuple[MixtureBlock, Tensor | None]],
+        by_log_prior_nK: Tensor,
+        log_normalizer_nK: Tensor,
+    ) -> None:
+        tokens, first = self.tokens, blocks[0].tokens.start
+        assert self.prior_gradient_NK is not None and tokens.unused_N is not None
+        span = slice(first, blocks[-1].tokens.stop)
         unused_n1 = tokens.unused_N[span].unsqueeze(-1)
-        prior_gradient_nK = block.gradient(by_log_p_nV, by_normalizer_nK, unused_n1, out_RV)
-        self.prior_gradient_NK[span] = prior_gradient_nK.masked_fill_(unused_n1, 0.0)
+        self.prior_gradient_NK[span] = by_log_prior_nK.masked_fill(unused_n1, 0.0)
+        by_normalizer_nK = tokens.by_log_normalizer(span, log_normalizer_nK)
+        minus_nK = by_log_prior_nK if by_normalizer_nK is None else by_log_prior_nK - by_normalizer_nK
+        for block, (mixture, by_log_f_nKV) in zip(blocks, mixed, strict=True):
+            part = slice(block.tokens.start - first, block.tokens.stop - first)
+            assert by_log_f_nKV is not None
+            out_RV = self.provider.gradient_rows(block.rows, block.logits_RV)
+            mixture.backpropagate(by_log_f_nKV, minus_nK[part], unused_n1[part], out_RV)

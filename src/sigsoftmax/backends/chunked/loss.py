@@ -11,29 +11,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.chunked.loop import LossLoop, Rows, TokenLosses
-from sigsoftmax.backends.chunked.path import ChunkedPath, gradients_of_tensors, shaped
-from sigsoftmax.backends.chunked.providers import LinearLogits, Source
-from sigsoftmax.backends.chunked.sharded_loop import ShardedLossLoop
+from sigsoftmax.backends.chunked.form_rows import FormRows
+from sigsoftmax.backends.chunked.logits import LogitsProvider
+from sigsoftmax.backends.chunked.loop import LossLoop, TokenLosses
+from sigsoftmax.backends.chunked.path import ChunkedPath
+from sigsoftmax.backends.chunked.sharded_statistics import ShardedRows, WholeRows
 from sigsoftmax.contract import value_checks
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import LossResults, Problem
 from sigsoftmax.contract.rows import RowRoutines
 from sigsoftmax.contract.spec import LossSpec
-from sigsoftmax.contract.tokens import TokenBatch, scaled, token_scales, token_weight_gradient
+from sigsoftmax.contract.tokens import TokenArithmetic, TokenBatch, scaled, token_scales, token_weight_gradient
 from sigsoftmax.family.formulas import Form
 
 MakeRoutines = Callable[[Form, Sequence[Tensor], Tensor, bool], RowRoutines]
+"""row routines of a form, given its arguments, logits of the same kind, and whether its arguments need gradients"""
 
 
 class Computed(NamedTuple):
-    """A loss over all tokens, whose gradients by the logits went to the source."""
+    """A loss over all tokens, whose gradients by the logits went to the provider."""
 
     total: Tensor
     tokens: TokenLosses
     by_log_prior_NK: Tensor | None
     by_arguments: Sequence[Tensor]
-    """of the form, summed over all rows, whether fixed numbers or tensors; empty where not wanted"""
+    """gradients of the form's arguments, numbers or tensors, summed over all rows; empty where not wanted"""
 
 
 class ChunkedLoss(ChunkedPath[LossSpec]):
@@ -45,89 +47,72 @@ class ChunkedLoss(ChunkedPath[LossSpec]):
 
     def compute(self, operands: Operands, by_losses: Tensor | None = None) -> LossResults:
         problem, spec, wanted = self.problem, self.problem.spec, self.problem.wanted
-        is_none = spec.reduction == "none"
-        wants_rows = wanted.any_of_rows and (not is_none or by_losses is not None)
         target, class_weight = problem.target(operands), operands.class_weight
         weights_N = None if operands.token_weights is None else operands.token_weights.reshape(-1)
-        scale_N = is_empty = None
+        # Losses that are not reduced have gradients in a second call, given those of the losses.
+        has_gradients = spec.reduction != "none" or by_losses is not None
+        wants_rows = wanted.any_of_rows and has_gradients
+        scale_N = is_empty = by_weights = None
         if by_losses is not None:
-            scale_N = by_losses.reshape(-1).to(problem.compute_dtype)
-            if weights_N is not None:
-                scale_N = scaled(scale_N, weights_N.to(scale_N.dtype))
+            by_losses = by_losses.reshape(-1).to(problem.compute_dtype)
+            scale_N = by_losses if weights_N is None else scaled(by_losses, weights_N.to(by_losses.dtype))
         elif weights_N is not None:
             scale_N, is_empty = token_scales(spec, target, weights_N, class_weight, problem.compute_dtype)
-        prior = log_prior_NK = None
-        if spec.prior is not None:
-            prior = self.prior(operands)
-            log_prior_NK = prior.log_prior()
+        prior = self.prior(operands)
+        log_prior_NK = None if prior is None else prior.log_prior_NK
         batch = TokenBatch(target=target, log_prior_NK=log_prior_NK, class_weight_V=class_weight, scale_N=scale_N)
-        source, hidden_gradient = self.source(operands, wants_rows)
-        computed = self.run(source, self.rows(operands, wants_rows), batch, operands, wants_rows)
-        total, losses_N = computed.total, computed.tokens.losses_N
-        if is_empty is not None:
-            total = torch.where(is_empty, torch.full_like(total, torch.nan), total)
-
-        by_prior = by_weights = None
-        by_product: Sequence[Tensor | None] = (hidden_gradient, None, None)
-        if isinstance(source, LinearLogits):
-            by_product = source.gradients()
-        if prior is not None and wants_rows and (wanted.prior_logits or any(wanted.prior_arguments)):
-            assert log_prior_NK is not None and computed.by_log_prior_NK is not None
-            by_prior = prior.gradient(log_prior_NK, computed.by_log_prior_NK.to(log_prior_NK.dtype))
-        if wanted.token_weights and weights_N is not None and (not is_none or by_losses is not None):
-            by_weights = token_weight_gradient(spec, target, weights_N, class_weight, losses_N, total)
+        provider = self.provider(operands, wants_rows)
+        computed = self.run(provider, batch, operands, wants_rows)
+        loss, losses_N = _nan_where(is_empty, computed.total), computed.tokens.losses_N
+        if wanted.token_weights and weights_N is not None and has_gradients:
+            by_weights = token_weight_gradient(spec, target, weights_N, class_weight, losses_N, loss)
             if by_losses is not None:
-                by_weights = scaled(by_weights, by_losses.reshape(-1).to(by_weights.dtype))
-        if is_none:
-            each_N = losses_N if weights_N is None else scaled(losses_N, weights_N.to(losses_N.dtype))
-            loss = each_N.view(problem.leading)
-        else:
-            loss = total
-        by_prior_arguments = prior.argument_gradients() if prior is not None and wants_rows else ()
-        gradients = (
-            *by_product,
-            by_prior,
-            by_weights,
-            *gradients_of_tensors(spec.member, computed.by_arguments if wants_rows else ()),
-            *gradients_of_tensors(spec.prior, by_prior_arguments),
-        )
+                by_weights = scaled(by_weights, by_losses.to(by_weights.dtype))
+        if spec.reduction == "none":
+            loss = losses_N if weights_N is None else scaled(losses_N, weights_N.to(losses_N.dtype))
+            loss = loss.view(problem.leading)
+        by_arguments = computed.by_arguments if wants_rows else ()
         return LossResults(
             loss.to(problem.dtype),
-            losses_N,
-            computed.tokens.log_normalizer_NK,
-            computed.tokens.argmax_N,
-            computed.tokens.entropy_N,
-            shaped(gradients, operands, wanted.flat),
+            *computed.tokens,
+            self.operand_gradients(operands, provider, by_arguments, prior, computed.by_log_prior_NK, by_weights),
         )
 
-    def rows(self, operands: Operands, wants_rows: bool) -> Rows:
-        member = self.problem.spec.member
-        needs_arguments = wants_rows and any(self.problem.wanted.arguments)
-        return Rows(self.make_routines, member.form, member.arguments(operands.arguments), needs_arguments)
-
-    def run(self, source: Source, rows: Rows, batch: TokenBatch, operands: Operands, wants_gradient: bool) -> Computed:
+    def run(self, provider: LogitsProvider, batch: TokenBatch, operands: Operands, wants_gradient: bool) -> Computed:
         """The loss by the chunk loop."""
-        spec, shard = self.problem.spec, operands.shard
+        spec, shard, like = self.problem.spec, operands.shard, provider.logits_like
         if batch.class_weight_V is not None:
             value_checks.check_class_weight(batch.class_weight_V)
-        num_classes = source.num_classes if shard is None else shard.num_classes
+        num_classes = provider.num_classes if shard is None else shard.num_classes
         value_checks.check_target(batch.target, num_classes, spec.ignore_index)
-        scale_N, is_empty = batch.scale_N, None
+        scale_N, is_empty, dtype = batch.scale_N, None, self.problem.compute_dtype
         if scale_N is None:
-            scale_N, is_empty = token_scales(spec, batch.target, None, batch.class_weight_V, self.problem.compute_dtype)
-        wanted_scale = scale_N if wants_gradient else None
+            scale_N, is_empty = token_scales(spec, batch.target, None, batch.class_weight_V, dtype)
+        numbers = torch.empty(0, dtype=dtype, device=like.device)
+        tokens = TokenArithmetic(spec, batch, scale_N if wants_gradient else None, num_classes, numbers)
+        make: MakeRoutines = FormRows if tokens.mixes_every_class else self.make_routines
+        form, arguments = spec.member.form, spec.member.arguments(operands.arguments)
+        routines = make(form, arguments, like, self.needs_arguments(wants_gradient))
         if shard is None:
-            loop = LossLoop(source, rows, spec, batch, wanted_scale)
+            rows = WholeRows(tokens)
         else:
-            loop = ShardedLossLoop(shard, source, rows, spec, batch, wanted_scale)
+            rows = ShardedRows(shard, tokens, form, arguments, provider.components)
+        loop = LossLoop(provider, routines, tokens, rows)
         result = loop.run()
-        total = scaled(result.losses_N, scale_N).sum()
-        if is_empty is not None:
-            total = torch.where(is_empty, torch.full_like(total, torch.nan), total)
-        return Computed(total, result, loop.prior_gradient_NK, loop.argument_gradients())
+        total = _nan_where(is_empty, scaled(result.losses_N, scale_N).sum())
+        return Computed(total, result, loop.prior_gradient_NK, routines.argument_gradients())
+
+    def needs_arguments(self, wants_gradient: bool) -> bool:
+        """True if gradients of the form's arguments are wanted."""
+        return wants_gradient and any(self.problem.wanted.arguments)
 
     def scale(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
         if factor.device.type == "cpu" and bool(factor == 1):
             return
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.dtype))
+
+
+def _nan_where(is_empty: Tensor | None, total: Tensor) -> Tensor:
+    """NaN for the mean of no tokens."""
+    return total if is_empty is None else torch.where(is_empty, torch.full_like(total, torch.nan), total)

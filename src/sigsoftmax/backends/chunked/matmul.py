@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 TF32_ALIGNMENT = 4
-"""Of rows, and of how many of them a fast sum has: 16 bytes."""
+"""Alignment, in elements, of the rows of factors and of the number of rows that are summed over: 16 bytes."""
 
 
 def uses_tf32(matrix: Tensor) -> bool:
-    """Whether torch rounds the factors of a product with this matrix to TensorFloat32.
+    """True if torch rounds the factors of a product with this matrix to TensorFloat32.
 
     Units for that are fast where both factors lie in memory along the dimension that is summed over, which is nothing
     that other dtypes ask for.

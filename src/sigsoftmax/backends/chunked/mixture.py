@@ -27,8 +27,7 @@ class MixtureBlock:
         floor: float,
         normalizer_R: Tensor | None = None,
     ) -> None:
-        self.routines = routines
-        self.logits_RV = logits_RV
+        self.routines, self.logits_RV, self.floor = routines, logits_RV, floor
         tokens, components = log_prior_nK.shape
         rows = routines.rows(logits_RV)
         if normalizer_R is not None:
@@ -38,16 +37,6 @@ class MixtureBlock:
         self.joint_nKV = log_prior_nK.unsqueeze(-1) + self.log_f_nKV
         self.exact_log_p_nV = torch.logsumexp(self.joint_nKV, 1)
         self.log_p_nV = floored(self.exact_log_p_nV, floor)
-        self.floor = floor
-
-    def gradient(
-        self, by_log_p_nV: Tensor, by_normalizer_nK: Tensor | None, unused_n1: Tensor | None, out_RV: Tensor
-    ) -> Tensor:
-        """From dL/dlog P to dL/dlogits, written to ``out_RV``; returns dL/dlog prior, (n, K)."""
-        by_log_f_nKV = self.by_log_f(by_log_p_nV)
-        by_log_prior_nK = by_log_f_nKV.sum(-1)
-        self.backpropagate(by_log_f_nKV, by_log_prior_nK, by_normalizer_nK, unused_n1, out_RV)
-        return by_log_prior_nK
 
     def by_log_f(self, by_log_p_nV: Tensor) -> Tensor:
         """From dL/dlog P to dL/dlog f of every component, (n, K, V); its sum over all classes is dL/dlog prior."""
@@ -58,16 +47,10 @@ class MixtureBlock:
         return responsibility.mul_(by_log_p_nV.unsqueeze(1))
 
     def backpropagate(
-        self,
-        by_log_f_nKV: Tensor,
-        by_log_prior_nK: Tensor,
-        by_normalizer_nK: Tensor | None,
-        unused_n1: Tensor | None,
-        out_RV: Tensor,
+        self, by_log_f_nKV: Tensor, minus_by_normalizer_nK: Tensor, unused_n1: Tensor | None, out_RV: Tensor
     ) -> None:
-        """From dL/dlog f to dL/dlogits, written to ``out_RV``."""
-        minus_by_normalizer = by_log_prior_nK if by_normalizer_nK is None else by_log_prior_nK - by_normalizer_nK
-        by_phi = by_log_f_nKV - self.log_f_nKV.exp() * minus_by_normalizer.unsqueeze(-1)
+        """From dL/dlog f, and minus dL/dnormaliser of whole rows, to dL/dlogits, written to ``out_RV``."""
+        by_phi = by_log_f_nKV - self.log_f_nKV.exp() * minus_by_normalizer_nK.unsqueeze(-1)
         if unused_n1 is not None:
             by_phi.masked_fill_(unused_n1.unsqueeze(-1), 0.0)
         self.routines.backpropagate(self.logits_RV, by_phi.reshape(self.logits_RV.shape), out_RV)

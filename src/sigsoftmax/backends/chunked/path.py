@@ -1,10 +1,11 @@
-"""What the paths of losses and of log-probabilities share: logits, a prior, and gradients in the shapes of operands.
+"""The common part of the paths of losses and of log-probabilities: logits, a prior, and gradients of the operands.
 
 Shapes: N tokens, K components, V classes, d features.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from sigsoftmax.backends.chunked import hugepages
 from sigsoftmax.backends.chunked.form_rows import FormRows
-from sigsoftmax.backends.chunked.providers import GivenLogits, LinearLogits, Source, plan_of
-from sigsoftmax.contract import normalizing
+from sigsoftmax.backends.chunked.logits import AnyProblem, GivenLogits, LinearLogits, LogitsProvider, plan_chunks
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import MIB, Problem
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, MemberSpec
@@ -26,15 +26,16 @@ class Prior:
     """The log-probabilities of a mixture's components, and their gradient. K is small, so plain torch does."""
 
     def __init__(self, spec: MemberSpec, logits_NK: Tensor, tensors: Sequence[Tensor], needs_arguments: bool) -> None:
-        self.spec, self.logits_NK = spec, logits_NK
+        self.logits_NK = logits_NK
         self.routines = FormRows(spec.form, spec.arguments(tensors), logits_NK, needs_arguments)
 
-    def log_prior(self) -> Tensor:
+    @functools.cached_property
+    def log_prior_NK(self) -> Tensor:
         return self.routines.rows(self.logits_NK).log_probs
 
-    def gradient(self, log_prior_NK: Tensor, by_log_prior_NK: Tensor) -> Tensor:
+    def gradient(self, by_log_prior_NK: Tensor) -> Tensor:
         """The gradient of the logits; those of the arguments are summed by the routines."""
-        by_phi_NK = by_log_prior_NK - log_prior_NK.exp() * by_log_prior_NK.sum(-1, keepdim=True)
+        by_phi_NK = by_log_prior_NK - self.log_prior_NK.exp() * by_log_prior_NK.sum(-1, keepdim=True)
         by_logits_NK = torch.empty_like(self.logits_NK, memory_format=torch.contiguous_format)
         self.routines.backpropagate(self.logits_NK, by_phi_NK, by_logits_NK)
         return by_logits_NK
@@ -53,70 +54,75 @@ class ChunkedPath(Generic[Spec]):
         self.problem: Problem[Spec] = problem
         self.description = f"{describe_logits(problem)}, {rows_description}"
 
-    def prior(self, operands: Operands) -> Prior:
+    def prior(self, operands: Operands) -> Prior | None:
         """The prior of a mixture."""
         spec = self.problem.spec.prior
-        assert spec is not None
+        if spec is None:
+            return None
         logits_NK = self.problem.prior_logits(operands).detach()
         return Prior(spec, logits_NK, operands.prior_arguments, any(self.problem.wanted.prior_arguments))
 
-    def source(self, operands: Operands, wants_rows: bool) -> tuple[Source, Tensor | None]:
-        """Where logits come from, and the gradient of the input where these are given."""
-        problem, wanted = self.problem, self.problem.wanted
-        hidden_NKd = problem.hidden(operands)
-        if operands.weight is None:
-            logits_NV, by_logits_NV = hidden_NKd.squeeze(1), None
-            if wants_rows:
-                by_logits_NV = hugepages.advise(torch.empty_like(logits_NV, memory_format=torch.contiguous_format))
-            return GivenLogits(logits_NV, by_logits_NV), by_logits_NV
-        gradient_dtype = problem.product_dtype
-        if wants_rows:
-            arguments = problem.spec.member.arguments(operands.arguments)
-            gradient_dtype = normalizing.gradient_dtype(problem.spec.member, arguments, problem.product_dtype)
-        source = self.linear_logits(
-            hidden_NKd,
-            operands.weight,
-            operands.bias,
-            problem.product_dtype,
-            problem.chunk_bytes,
-            needs_hidden=wants_rows and wanted.input,
-            needs_weight=wants_rows and wanted.weight,
-            needs_bias=wants_rows and wanted.bias,
-            weight_gradient=problem.spec.weight_gradient if isinstance(problem.spec, LossSpec) else "buffered",
-            budget_classes=None if operands.shard is None else operands.shard.largest,
-            gradient_dtype=gradient_dtype,
+    def provider(self, operands: Operands, wants_gradient: bool) -> LogitsProvider:
+        """The provider of the logits of a call."""
+        if operands.weight is not None:
+            return self.linear_logits(self.problem, operands, wants_gradient=wants_gradient)
+        logits_NV, by_logits_NV = self.problem.hidden(operands).squeeze(1), None
+        if wants_gradient:
+            by_logits_NV = hugepages.advise(torch.empty_like(logits_NV, memory_format=torch.contiguous_format))
+        return GivenLogits(logits_NV, by_logits_NV)
+
+    def operand_gradients(
+        self,
+        operands: Operands,
+        provider: LogitsProvider,
+        by_arguments: Sequence[Tensor],
+        prior: Prior | None,
+        by_log_prior_NK: Tensor | None,
+        by_token_weights: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients in the shapes, dtypes and places of their operands; None where not wanted."""
+        member: MemberSpec = self.problem.spec.member
+        prior_member: MemberSpec | None = self.problem.spec.prior
+        wanted = self.problem.wanted
+        by_prior: Tensor | None = None
+        by_prior_arguments: list[Tensor] = []
+        if prior is not None and by_log_prior_NK is not None and (wanted.prior_logits or any(wanted.prior_arguments)):
+            by_prior = prior.gradient(by_log_prior_NK.to(prior.log_prior_NK.dtype))
+            by_prior_arguments = prior.argument_gradients()
+        gradients = (
+            *provider.gradients(),
+            by_prior,
+            by_token_weights,
+            *_gradients_of_tensors(member, by_arguments),
+            *_gradients_of_tensors(prior_member, by_prior_arguments),
         )
-        return source, None
+        return tuple(
+            None if by is None or not want else by.view(of.shape).to(of.device, of.dtype)
+            for by, of, want in zip(gradients, operands.differentiable, wanted.flat, strict=True)
+        )
 
 
-def gradients_of_tensors(member: MemberSpec | None, by_arguments: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of those arguments that are tensors."""
-    if member is None:
-        return []
-    if not by_arguments:
-        return [None for value in member.values if not isinstance(value, float)]
-    return [by for by, value in zip(by_arguments, member.values, strict=True) if not isinstance(value, float)]
+def _gradients_of_tensors(member: MemberSpec | None, by_arguments: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of those arguments that are tensors; None for each if there are none."""
+    values = () if member is None else member.values
+    gradients: Sequence[Tensor | None] = by_arguments or [None] * len(values)
+    return [by for by, value in zip(gradients, values, strict=True) if not isinstance(value, float)]
 
 
-def shaped(gradients: Sequence[Tensor | None], operands: Operands, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Gradients in the shapes, dtypes and places of their operands; None where not wanted."""
-    return tuple(
-        None if by is None or not want else by.view(of.shape).to(of.device, of.dtype)
-        for by, of, want in zip(gradients, operands.differentiable, wanted, strict=True)
-    )
-
-
-def describe_logits(problem: Problem[LossSpec] | Problem[LogProbsSpec]) -> str:
-    """Where the logits of a call come from, how they are cut, and how the gradient of a weight is summed."""
+def describe_logits(problem: AnyProblem) -> str:
+    """The origin of the logits of a call, the size of their chunks, and the way to sum the gradient of a weight."""
     operation = "loss" if isinstance(problem.spec, LossSpec) else "log-probabilities"
     if not problem.has_weight:
         return f"{operation} of given logits"
     kind = "linear" if problem.spec.prior is None else f"mixture ({problem.components} components)"
-    cut, weight_gradient = plan_of(problem)
-    row_bytes = cut.row_elements * problem.product_dtype.itemsize * problem.components
-    size = min(cut.tokens, problem.num_tokens) * row_bytes / MIB
-    chunks = f"{cut.chunks:,} chunk{'s' if cut.chunks != 1 else ''} of {cut.tokens:,} tokens ({size:,.1f} MiB)"
-    parts = [f"{kind} {operation}", chunks]
+    plan = plan_chunks(problem)
+    row_bytes = plan.row_elements * problem.product_dtype.itemsize * problem.components
+    size = min(plan.tokens, problem.num_tokens) * row_bytes / MIB
+    parts = [f"{kind} {operation}", f"{chunks_text(plan.chunks, plan.tokens)} ({size:,.1f} MiB)"]
     if isinstance(problem.spec, LossSpec) and problem.wanted.weight:
-        parts.append(f"weight gradient {weight_gradient}")
+        parts.append(f"weight gradient {plan.weight_gradient}")
     return ", ".join(parts)
+
+
+def chunks_text(chunks: int, tokens: int) -> str:
+    return f"{chunks:,} chunk{'s' if chunks != 1 else ''} of {tokens:,} tokens"

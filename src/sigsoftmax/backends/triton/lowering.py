@@ -1,7 +1,7 @@
-"""Which operations the kernels compute, and by which path: the fastest that does not refuse.
+"""The paths of the backend ``triton``: the fastest that does not refuse a problem computes it.
 
-A *fused* path is one or two launches with everything prepared. *Few launches* have the token arithmetic in kernels.
-What neither computes is the chunk loop, with rows by kernels. Importing this module does not need triton.
+A *fused* path is one or two launches with everything prepared. *Fused tokens* have the token arithmetic in kernels, in
+few launches. What neither computes is the chunk loop, with rows by kernels. Importing this module does not need triton.
 """
 
 from __future__ import annotations
@@ -20,21 +20,15 @@ def lower_loss(problem: Problem[LossSpec]) -> LossPath | Refusal:
     refusal = _refusal(problem)
     if refusal is not None:
         return refusal
-    from sigsoftmax.backends.triton import few_launches, fused, fused_mixture
-    from sigsoftmax.backends.triton.paths import TritonLoss
+    from sigsoftmax.backends.triton import fused_loss, fused_mixture, fused_tokens
+    from sigsoftmax.backends.triton.loss import TritonLoss
 
-    fused_path = (fused if problem.spec.prior is None else fused_mixture).lower(problem)
-    if not isinstance(fused_path, Refusal):
-        return fused_path
-    refused = {"fused": fused_path.reason}
-    reason = few_launches.why_refused(problem)
-    path: TritonLoss
-    if reason is None:
-        path = few_launches.FewLaunchesLoss(problem)
-    else:
-        path = TritonLoss(problem)
-        refused["few launches"] = reason
-    path.refused = refused
+    fused = (fused_loss if problem.spec.prior is None else fused_mixture).lower(problem)
+    if not isinstance(fused, Refusal):
+        return fused
+    reason = fused_tokens.why_refused(problem)
+    path = fused_tokens.FusedTokensLoss(problem) if reason is None else TritonLoss(problem)
+    path.refused = {"fused": fused.reason} | ({} if reason is None else {"fused tokens": reason})
     return path
 
 
@@ -50,7 +44,7 @@ def _refusal(problem: Problem[LossSpec] | Problem[LogProbsSpec]) -> Refusal | No
         return Refusal("the kernels are written for NVIDIA's GPUs, and this torch is built for AMD's")
     if not has_triton():
         return Refusal("the package triton is not installed")
-    from sigsoftmax.backends.triton import rows
+    from sigsoftmax.backends.triton import logits_kernels
 
-    reason = rows.why_refused(problem.spec.member.form, problem.product_dtype)
+    reason = logits_kernels.why_refused(problem.spec.member.form, problem.product_dtype)
     return None if reason is None else Refusal(reason)

@@ -5,6 +5,7 @@ A GPU cannot tell its host that without a wait, but a kernel can look for itself
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sigsoftmax.backends.triton.launches import Launch
-from sigsoftmax.backends.triton.shapes import multiprocessors
+from sigsoftmax.backends.triton.launch import Launch
+from sigsoftmax.backends.triton.tuning import multiprocessors
+from sigsoftmax.contract.problem import Problem
+from sigsoftmax.contract.spec import LossSpec
 
 MOST = 5
 """tensors that one launch scales"""
@@ -43,20 +46,28 @@ def scale_kernel(factor, a, b, c, d, e, a_size, b_size, c_size, d_size, e_size, 
 
 
 class Scaling:
-    """``tensor *= factor`` for contiguous tensors of these sizes, :data:`MOST` at most; free if the factor is 1."""
+    """``tensor *= factor`` for contiguous tensors of these sizes, in one launch for the first :data:`MOST`.
 
-    __slots__ = ("_absent", "_launch")
+    It is free if the factor is 1. The launch is prepared once, when it is needed for the first time.
+    """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        self._absent = MOST - len(sizes)
-        programs = min(-(-max(sizes) // BLOCK), 8 * multiprocessors(device))
-        sizes = (*sizes, *[0] * self._absent)
-        self._launch = Launch(scale_kernel, programs, sizes, {"BLOCK": BLOCK}, num_warps=8) if programs else None
+        self.sizes, self.device = sizes[:MOST], device
+
+    @classmethod
+    def of(cls, problem: Problem[LossSpec]) -> Scaling:
+        """The scaling of the gradients of a loss."""
+        pairs = zip(problem.signature.operands.differentiable, problem.wanted.flat, strict=True)
+        return cls([tensor.numel() for tensor, want in pairs if want and tensor is not None], problem.device)
+
+    @functools.cached_property
+    def _launch(self) -> Launch | None:
+        programs = min(-(-max(self.sizes) // BLOCK), 8 * multiprocessors(self.device))
+        sizes = (*self.sizes, *[0] * (MOST - len(self.sizes)))
+        return Launch(scale_kernel, programs, sizes, {"BLOCK": BLOCK}, num_warps=8) if programs else None
 
     def __call__(self, tensors: Sequence[Tensor], factor: Tensor) -> None:
         if self._launch is not None:
-            self._launch(factor, *tensors, *[factor] * self._absent)
-
-
-def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    Scaling([tensor.numel() for tensor in tensors], factor.device)(tensors, factor)
+            self._launch(factor, *tensors[:MOST], *[factor] * (MOST - len(self.sizes)))
+        for tensor in tensors[MOST:]:
+            tensor.mul_(factor.to(tensor.dtype))

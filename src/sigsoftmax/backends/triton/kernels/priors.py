@@ -8,26 +8,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton.kernels import forms
+from sigsoftmax.backends.triton.kernels import formulas
 
 
 @triton.jit
-def _anchored(z, alpha, beta, c, FORM: tl.constexpr, IS_INCREASING: tl.constexpr):
+def _peak_and_unmasked(z, alpha, beta, c, FORM: tl.constexpr, IS_INCREASING: tl.constexpr):
     """(the logit of each row at which phi is largest, z without masks); a mask is -inf."""
-    anchor = tl.max(z, 1)[:, None]
-    anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
-    safe_z = tl.where(z != -float("inf"), z, anchor)
+    peak = tl.max(z, 1)[:, None]
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
+    safe_z = tl.where(z != -float("inf"), z, peak)
     if not IS_INCREASING:
-        anchor = forms.leading(tl.min(safe_z, 1)[:, None], anchor, alpha, beta, c, FORM)
-    return anchor, safe_z
+        peak = formulas.peak_at(tl.min(safe_z, 1)[:, None], peak, alpha, beta, c, FORM)
+    return peak, safe_z
 
 
 @triton.jit
 def log_prior_of(z, alpha, beta, c, FORM: tl.constexpr, IS_INCREASING: tl.constexpr):
     """log f of rows of logits."""
-    anchor, safe_z = _anchored(z, alpha, beta, c, FORM, IS_INCREASING)
-    value = tl.where(z != -float("inf"), forms.relative(safe_z, anchor, alpha, beta, c, c, FORM), z)
-    # The anchor's value is its tail, and not 0.
+    peak, safe_z = _peak_and_unmasked(z, alpha, beta, c, FORM, IS_INCREASING)
+    value = tl.where(z != -float("inf"), formulas.relative(safe_z, peak, alpha, beta, c, c, FORM), z)
+    # The value of the peak is its tail, and not 0.
     top = tl.max(value, 1)[:, None]
     top = tl.where(top == -float("inf"), 0.0, top)
     return value - (top + tl.log(tl.sum(tl.exp(value - top), 1)[:, None]))
@@ -38,7 +38,7 @@ def by_prior_logits(z, log_f, by_log_f, alpha, beta, c, FORM: tl.constexpr):
     """The gradient of the logits, given that of log f; outside the row both are masked."""
     safe_z = tl.where(z != -float("inf"), z, 0.0)
     by_phi = by_log_f - tl.exp(log_f) * tl.sum(by_log_f, 1)[:, None]
-    return by_phi * tl.where(z != -float("inf"), forms.slope(safe_z, alpha, beta, c, FORM), 1.0)
+    return by_phi * tl.where(z != -float("inf"), formulas.slope(safe_z, alpha, beta, c, FORM), 1.0)
 
 
 @triton.jit

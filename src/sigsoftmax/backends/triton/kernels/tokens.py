@@ -27,25 +27,25 @@ def scaled(value, scale):
 
 @triton.jit
 def mean_scale(counted):
-    """How much a kept token counts in a mean, given the sum of the weights of all kept tokens; inf if that is 0."""
+    """The weight of a kept token in a mean, given the sum of the weights of all kept tokens; inf if that is 0."""
     return 1.0 / counted
 
 
 @triton.jit
 def empty_mean(kept_tokens):
-    """What is added to a mean: NaN where no token is kept, and nothing otherwise."""
+    """The term that a mean is added to: NaN where no token is kept, and 0 otherwise."""
     return tl.where(kept_tokens == 0, float("nan"), 0.0)
 
 
 @triton.jit
 def token_scales(is_kept, scale):
-    """How much each token counts in the result: the scale if it is kept, 0 if it is ignored."""
+    """The weight of each token in the result: the scale if it is kept, 0 if it is ignored."""
     return tl.where(is_kept, scale, 0.0)
 
 
 @triton.jit
 def token_shares(loss, scale, is_kept):
-    """What each token adds to a sum or a mean; NaN where the scale is that of a mean of no tokens."""
+    """The share of each token in a sum or a mean; NaN where the scale is that of a mean of no tokens."""
     return tl.where(scale == float("inf"), float("nan"), tl.where(is_kept, scale * loss, 0.0))
 
 
@@ -128,7 +128,7 @@ def token_coefficients(normalizer, offset, scale, is_kept, z_loss, HAS_Z_LOSS: t
 
 @triton.jit
 def smoothed_targets(at_target, mean, unit, label_smoothing):
-    """What label smoothing puts in the place of phi of the target; ``unit`` times ``mean`` is the mean of phi."""
+    """The replacement of phi of the target under label smoothing; ``unit`` times ``mean`` is the mean of phi."""
     return (1.0 - label_smoothing) * at_target + (label_smoothing * unit) * mean
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.chunked import providers
-from sigsoftmax.backends.triton import fused
+from sigsoftmax.backends.chunked import logits as logits_module
+from sigsoftmax.backends.triton import fused_loss
 from sigsoftmax.contract.problem import LossPath
 
 N, K, V, D = 7, 3, 48, 5
@@ -106,7 +106,7 @@ def test_any_number_of_classes(
     has_bias: bool, alignment: int, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where rows are aligned there is room after the last class."""
-    monkeypatch.setattr(providers, "row_alignment", lambda device: alignment)
+    monkeypatch.setattr(logits_module, "row_alignment", lambda device: alignment)
     odd, y = V - 11, torch.randint(V - 11, (N,))
     inputs = [torch.randn(N, D), torch.randn(odd, D), torch.randn(odd)]
     mixed = [torch.randn(N, K, D), torch.randn(N, K), *inputs[1:]]
@@ -160,7 +160,7 @@ def test_masks_and_rows_that_do_not_count(fused_paths: list[LossPath]) -> None:
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_a_single_token(alignment: int, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, or left for the last chunk; one row is contiguous, whatever comes after it."""
-    monkeypatch.setattr(providers, "row_alignment", lambda device: alignment)
+    monkeypatch.setattr(logits_module, "row_alignment", lambda device: alignment)
     odd = V - 11
     for options in ({}, {"reduction": "sum"}):
         check(
@@ -370,7 +370,7 @@ def test_other_calls_are_not_fused(change: Change, fused_paths: list[LossPath]) 
 def test_many_tokens_with_short_rows_are_not_fused(
     fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "MOST_TOKENS", N - 1)
+    monkeypatch.setattr(fused_loss, "MOST_TOKENS", N - 1)
     logits, hidden, weight, y = leaves(N, V), leaves(N, D), leaves(V, D), target().to(DEVICE)
     for _ in range(2):
         loss = sigsoftmax.cross_entropy(logits, y, function="softmax", **TRITON)
@@ -385,9 +385,9 @@ def test_many_tokens_with_short_rows_are_not_fused(
 def test_many_tokens_with_long_rows(
     member: str, reduction: str, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "MOST_TOKENS", N - 1)
+    monkeypatch.setattr(fused_loss, "MOST_TOKENS", N - 1)
     # More tokens than a block has, the last of them not full.
-    monkeypatch.setattr(fused, "MANY_BLOCK", 8)
+    monkeypatch.setattr(fused_loss, "MANY_BLOCK", 8)
     classes = 33_001 if IS_INTERPRETED else 133_001
     y = torch.randint(classes, (21,))
     y[::5] = -100
@@ -400,8 +400,8 @@ def test_many_tokens_with_long_rows(
 
 
 def test_no_more_tokens_than_can_be_counted(fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "MOST_TOKENS", 1)
-    monkeypatch.setattr(fused, "MANY_TOKENS", N - 1)
+    monkeypatch.setattr(fused_loss, "MOST_TOKENS", 1)
+    monkeypatch.setattr(fused_loss, "MANY_TOKENS", N - 1)
     logits = leaves(N, 133_001)
     sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="softmax", **TRITON)
     assert not fused_paths

@@ -1,9 +1,9 @@
-"""Any built-in form on a GPU, with weights over all classes, entropy and gradients of the arguments.
+"""The logits kernel of any built-in form, with weights over all classes, entropy and gradients of the arguments.
 
-The sum of a row is first tried relative to the anchor of its first tile, the logit at which phi is largest there, and
-is kept unless it shows that phi is far larger elsewhere. Then, and for the entropy, a pass over the row finds its
-anchor and another sums relative to the largest phi met so far. As in ``fast``, few rows are in flight, so that passes
-after the first read from the L2 cache.
+The peak of a row is its logit at which phi is largest. The sum of a row is first tried relative to that of its first
+tile, and is kept unless it shows that phi is far larger elsewhere. Then, and for the entropy, a pass over the row finds
+its peak and another sums relative to the largest phi met so far. As in ``softmax_row``, few rows are in flight,
+so that passes after the first read from the L2 cache.
 
 Shapes: R rows, V classes.
 """
@@ -13,11 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton.kernels import forms, intrinsics, tokens
+from sigsoftmax.backends.triton.kernels import formulas, intrinsics, tokens
 
 LARGEST_SUM = tl.constexpr(1e9)
 SMALLEST_SUM = tl.constexpr(1e-4)
-"""The sum of a row relative to its anchor that is kept lies between these; the anchor's own part is near 1."""
+"""A sum relative to the peak is kept if it lies between these; the part of the peak itself is near 1."""
 
 
 @triton.jit
@@ -29,24 +29,24 @@ def argument(pointer, value, IS_POINTER: tl.constexpr):
 
 
 @triton.jit
-def anchor_of(lowest, highest, alpha, beta, centre, FORM: tl.constexpr, IS_INCREASING: tl.constexpr):
+def peak_of(lowest, highest, alpha, beta, centre, FORM: tl.constexpr, IS_INCREASING: tl.constexpr):
     """The logit at which phi is largest, from the ends of rows of which each lane saw a part; 0 for a masked row."""
-    anchor = tl.max(highest, 0)
-    anchor = tl.where(anchor == -float("inf"), 0.0, anchor)
+    peak = tl.max(highest, 0)
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
     if not IS_INCREASING:
         least = tl.min(lowest, 0)
-        anchor = forms.leading(tl.where(least == float("inf"), anchor, least), anchor, alpha, beta, centre, FORM)
-    return anchor
+        peak = formulas.peak_at(tl.where(least == float("inf"), peak, least), peak, alpha, beta, centre, FORM)
+    return peak
 
 
 @triton.jit
 def without_masks(z):
-    """So that the lowest logit is found."""
+    """Replaces masks by +inf, so that the lowest logit is found."""
     return tl.where(z == -float("inf"), float("inf"), z)
 
 
 @triton.jit
-def rows_kernel(
+def form_logits_kernel(
     logits,
     out,
     index,
@@ -55,7 +55,7 @@ def rows_kernel(
     by_target,
     by_dense,
     z_slope,
-    anchor_R,
+    peak_R,
     offset_R,
     normalizer_R,
     target_R,
@@ -74,7 +74,7 @@ def rows_kernel(
     c_value,
     R,
     V,
-    rows_of_target,
+    rows_per_target,
     first_class,
     FORM: tl.constexpr,
     ALPHA_IS_POINTER: tl.constexpr,
@@ -91,6 +91,7 @@ def rows_kernel(
     IS_INCREASING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute the statistics of rows, write their gradient, or both; ``out`` may be ``logits``."""
     alpha = argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
     beta = argument(beta_pointer, beta_value, BETA_IS_POINTER)
     if C_PER_CLASS:
@@ -100,7 +101,7 @@ def rows_kernel(
         c = argument(c_pointer, c_value, C_IS_POINTER)
         centre = c
     lanes = tl.arange(0, BLOCK)
-    unit = forms.unit_of(alpha, beta, FORM)
+    unit = formulas.unit_of(alpha, beta, FORM)
     IS_ROUGH: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16
     for row in range(tl.program_id(0), R, tl.num_programs(0)):
         row64 = tl.full((), 1, tl.int64) * row
@@ -108,7 +109,7 @@ def rows_kernel(
         dense_pointer = dense + row64 * dense_stride
         if HAS_INDEX:
             # A range of classes need not hold the target.
-            y = tl.load(index + row // rows_of_target) - first_class
+            y = tl.load(index + row // rows_per_target) - first_class
             has_target = (y >= 0) & (y < V)
             z_y = tl.load(pointer + y, mask=has_target, other=0.0).to(tl.float32)
             if not STATS:
@@ -120,12 +121,12 @@ def rows_kernel(
                 c_y = c
         if STATS:
             IS_TRIED: tl.constexpr = not HAS_ENTROPY
-            anchor = tl.full((), 0.0, tl.float32)
+            peak = tl.full((), 0.0, tl.float32)
             normalizer = tl.full((), 0.0, tl.float32)
             is_found = False
             if IS_TRIED:
                 first = tl.load(pointer + lanes, mask=lanes < V, other=-float("inf")).to(tl.float32)
-                anchor = anchor_of(without_masks(first), first, alpha, beta, centre, FORM, IS_INCREASING)
+                peak = peak_of(without_masks(first), first, alpha, beta, centre, FORM, IS_INCREASING)
                 sums = tl.zeros([BLOCK], tl.float32)
                 dense_sum = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, V, BLOCK):
@@ -136,8 +137,8 @@ def rows_kernel(
                     shift = c
                     if C_PER_CLASS:
                         shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
-                    scaled, weight, _ = forms.value_weight_and_slope(
-                        intrinsics.widened(z), anchor, 0.0, alpha, beta, shift, centre, FORM, C_PER_CLASS, IS_ROUGH
+                    scaled, weight, _ = formulas.value_weight_and_slope(
+                        intrinsics.widened(z), peak, 0.0, alpha, beta, shift, centre, FORM, C_PER_CLASS, IS_ROUGH
                     )
                     sums += weight
                     if HAS_DENSE:
@@ -158,8 +159,8 @@ def rows_kernel(
                     highest = tl.maximum(highest, z)
                     if not IS_INCREASING:
                         lowest = tl.minimum(lowest, without_masks(z))
-                anchor = anchor_of(lowest, highest, alpha, beta, centre, FORM, IS_INCREASING)
-                # With a shift per class the anchor need not have the largest phi.
+                peak = peak_of(lowest, highest, alpha, beta, centre, FORM, IS_INCREASING)
+                # With a shift per class the peak need not have the largest phi.
                 top = tl.full([BLOCK], -float("inf"), tl.float32)
                 total = tl.zeros([BLOCK], tl.float32)
                 weighted = tl.zeros([BLOCK], tl.float32)
@@ -171,7 +172,7 @@ def rows_kernel(
                     shift = c
                     if C_PER_CLASS:
                         shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
-                    scaled = forms.scaled(tl.where(is_kept, z, anchor), anchor, alpha, beta, shift, centre, FORM)
+                    scaled = formulas.scaled(tl.where(is_kept, z, peak), peak, alpha, beta, shift, centre, FORM)
                     scaled = tl.where(is_kept, scaled, -float("inf"))
                     value = unit * scaled
                     new_top = tl.maximum(top, value)
@@ -194,17 +195,17 @@ def rows_kernel(
                     tl.store(dense_R + row, unit * tl.sum(dense_sum, 0))
                 if HAS_ENTROPY:
                     tl.store(entropy_R + row, normalizer - tl.sum(weighted * lane_scale, 0) / row_total)
-            row_offset = forms.offset(anchor, alpha, beta, centre, FORM)
-            tl.store(anchor_R + row, anchor)
+            row_offset = formulas.offset(peak, alpha, beta, centre, FORM)
+            tl.store(peak_R + row, peak)
             tl.store(offset_R + row, row_offset)
             tl.store(normalizer_R + row, normalizer)
             if HAS_INDEX:
-                at_target = forms.relative(
-                    tl.where(z_y == -float("inf"), anchor, z_y), anchor, alpha, beta, c_y, centre, FORM
+                at_target = formulas.relative(
+                    tl.where(z_y == -float("inf"), peak, z_y), peak, alpha, beta, c_y, centre, FORM
                 )
                 tl.store(target_R + row, tl.where(z_y == -float("inf"), z_y, at_target))
         else:
-            anchor = tl.load(anchor_R + row)
+            peak = tl.load(peak_R + row)
             row_offset = tl.load(offset_R + row)
             normalizer = tl.load(normalizer_R + row)
         if GRADIENT:
@@ -230,8 +231,8 @@ def rows_kernel(
                     shift = c
                     if C_PER_CLASS:
                         shift = tl.load(c_pointer + position, mask=position < V, other=0.0).to(tl.float32)
-                    _, weight, slope = forms.value_weight_and_slope(
-                        z, anchor, normalizer, alpha, beta, shift, centre, FORM, C_PER_CLASS, IS_ROUGH
+                    _, weight, slope = formulas.value_weight_and_slope(
+                        z, peak, normalizer, alpha, beta, shift, centre, FORM, C_PER_CLASS, IS_ROUGH
                     )
                     by_phi = by_n * weight
                     if HAS_DENSE:
@@ -240,8 +241,8 @@ def rows_kernel(
                     tl.store(target_pointer + position, gradient.to(out.dtype.element_ty), mask=position < V)
                     if ARGUMENTS:
                         counted = tl.where(z == -float("inf"), 0.0, by_phi)
-                        gap, log_sigmoid, fall = forms.logistic_argument_slopes(
-                            z, anchor, shift, centre, C_PER_CLASS, IS_ROUGH
+                        gap, log_sigmoid, fall = formulas.logistic_argument_slopes(
+                            z, peak, shift, centre, C_PER_CLASS, IS_ROUGH
                         )
                         sum_by_phi += counted
                         by_alpha += counted * gap
@@ -257,8 +258,8 @@ def rows_kernel(
             row_by_beta = tl.sum(by_beta, 0)
             row_by_c = tl.sum(by_c, 0)
             if HAS_INDEX and is_used:
-                _, weight, slope = forms.value_weight_and_slope(
-                    z_y, anchor, normalizer, alpha, beta, c_y, centre, FORM, C_PER_CLASS, IS_ROUGH
+                _, weight, slope = formulas.value_weight_and_slope(
+                    z_y, peak, normalizer, alpha, beta, c_y, centre, FORM, C_PER_CLASS, IS_ROUGH
                 )
                 by_phi = by_n * weight + by_s
                 if HAS_DENSE:
@@ -269,16 +270,16 @@ def rows_kernel(
                 tl.store(target_pointer + y, gradient.to(out.dtype.element_ty), mask=has_target)
                 if ARGUMENTS:
                     counted = tl.where(has_target & (z_y != -float("inf")), by_s, 0.0)
-                    gap, log_sigmoid, fall = forms.logistic_argument_slopes(
-                        z_y, anchor, c_y, centre, C_PER_CLASS, IS_ROUGH
+                    gap, log_sigmoid, fall = formulas.logistic_argument_slopes(
+                        z_y, peak, c_y, centre, C_PER_CLASS, IS_ROUGH
                     )
                     row_sum += counted
                     row_by_alpha += counted * gap
                     row_by_beta += counted * log_sigmoid
                     row_by_c -= counted * fall
             if ARGUMENTS:
-                row_by_alpha += tl.where(row_sum == 0, 0.0, row_sum * anchor)
-                row_by_beta += tl.where(row_sum == 0, 0.0, row_sum * tl.minimum(anchor - centre, 0.0))
+                row_by_alpha += tl.where(row_sum == 0, 0.0, row_sum * peak)
+                row_by_beta += tl.where(row_sum == 0, 0.0, row_sum * tl.minimum(peak - centre, 0.0))
                 tl.store(by_arguments_R3 + row * 3, row_by_alpha)
                 tl.store(by_arguments_R3 + row * 3 + 1, row_by_beta)
                 tl.store(by_arguments_R3 + row * 3 + 2, row_by_c * beta)
@@ -292,7 +293,7 @@ def per_class_kernel(
     by_normalizer,
     by_target,
     by_dense,
-    anchor_R,
+    peak_R,
     normalizer_R,
     by_c_V,
     alpha_pointer,
@@ -305,7 +306,7 @@ def per_class_kernel(
     beta_value,
     R,
     V,
-    rows_of_target,
+    rows_per_target,
     first_class,
     ALPHA_IS_POINTER: tl.constexpr,
     BETA_IS_POINTER: tl.constexpr,
@@ -335,10 +336,12 @@ def per_class_kernel(
         z = intrinsics.widened(
             tl.load(logits + row64 * logits_stride + position[None, :], mask=both, other=-float("inf"))
         )
-        anchor = tl.load(anchor_R + row, mask=is_row, other=0.0)[:, None]
+        peak = tl.load(peak_R + row, mask=is_row, other=0.0)[:, None]
         normalizer = tl.load(normalizer_R + row, mask=is_row, other=0.0)[:, None]
         by_n = tl.load(by_normalizer + row, mask=is_row, other=0.0)[:, None]
-        _, weight, _ = forms.value_weight_and_slope(z, anchor, normalizer, alpha, beta, c, centre, FORM, True, IS_ROUGH)
+        _, weight, _ = formulas.value_weight_and_slope(
+            z, peak, normalizer, alpha, beta, c, centre, FORM, True, IS_ROUGH
+        )
         by_phi = by_n * weight
         is_used = by_n != 0
         if HAS_DENSE:
@@ -346,11 +349,11 @@ def per_class_kernel(
             by_phi += by_d * tl.load(dense + row64 * dense_stride + position[None, :], mask=both, other=0.0)
             is_used |= by_d != 0
         if HAS_INDEX:
-            y = (tl.load(index + row // rows_of_target, mask=is_row, other=-1) - first_class)[:, None]
+            y = (tl.load(index + row // rows_per_target, mask=is_row, other=-1) - first_class)[:, None]
             by_s = tl.load(by_target + row, mask=is_row, other=0.0)[:, None]
             by_phi += tl.where(position[None, :] == y, by_s, 0.0)
             is_used |= by_s != 0
-        _, _, fall = forms.logistic_argument_slopes(z, anchor, c, centre, True, IS_ROUGH)
+        _, _, fall = formulas.logistic_argument_slopes(z, peak, c, centre, True, IS_ROUGH)
         # A NaN in a row that the loss does not depend on must not reach the gradient.
         total -= tl.where(is_used & (z != -float("inf")), by_phi * fall, 0.0)
     before = tl.load(by_c_V + position, mask=inside, other=0.0)

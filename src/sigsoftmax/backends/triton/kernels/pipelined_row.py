@@ -1,8 +1,8 @@
-"""Rows of many 16-bit logits as one stream of tiles, of which four are on their way at any time.
+"""Software-pipelined rows of many 16-bit logits: the loads of four tiles are in flight at any time.
 
-A loop that asks for tiles and then waits for them leaves the memory idle whenever it begins, twice a row. Here a tile
+A loop that loads tiles and then waits for them leaves the memory idle whenever it begins, twice per row. Here a tile
 that has been used makes room at once for the one that comes four later: of the same pass, of the second pass over the
-row, or of the next row. Between them the stream only waits for the sum.
+row, or of the next row. Between the passes the pipeline only waits for the sum.
 
 Two logits are one integer. Triton would keep 16-bit values that a loop hands on in a register each.
 
@@ -14,25 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton.kernels import fast, forms
-from sigsoftmax.backends.triton.shapes import FastShape, stream_shape
+from sigsoftmax.backends.triton.kernels import formulas, softmax_row
 
-TILES = 4
-ELEMENT_BYTES = 2
-ALIGNMENT = 16
-"""bytes that rows begin at multiples of; a thread loads as many at a time"""
 TWO_MASKED_BFLOAT16 = tl.constexpr(-8323200)
 """-inf and -inf, as one integer"""
 TWO_MASKED_FLOAT16 = tl.constexpr(-67044352)
-
-
-def shape_of(classes: int, stride: int, element_bytes: int, is_sigsoftmax: bool) -> FastShape | None:
-    """Of launches for rows that begin at aligned addresses, if the first one does; None if they are to be no stream."""
-    is_aligned = classes * element_bytes % ALIGNMENT == 0 and stride * element_bytes % ALIGNMENT == 0
-    shape = stream_shape(classes, element_bytes, is_sigsoftmax)
-    if element_bytes != ELEMENT_BYTES or not is_aligned or shape is None or classes < TILES * shape.lanes:
-        return None
-    return shape
 
 
 @triton.jit
@@ -54,7 +40,7 @@ def _high(pair, DTYPE: tl.constexpr):
 
 @triton.jit
 def _tile(used, pointer, start, INDEX: tl.constexpr, V, IS_WHOLE: tl.constexpr, POLICY: tl.constexpr):
-    """Of four tiles from ``start`` on one, in place of another; -inf where a tile reaches beyond the end of the row."""
+    """Load one of the four tiles from ``start`` on in place of a used one; -inf beyond the end of the row."""
     IS_BFLOAT16: tl.constexpr = pointer.dtype.element_ty == tl.bfloat16
     MASKED: tl.constexpr = TWO_MASKED_BFLOAT16 if IS_BFLOAT16 else TWO_MASKED_FLOAT16
     PAIRS: tl.constexpr = used.shape[0]
@@ -76,7 +62,7 @@ def _first_tile(pointer, INDEX: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def tiles_at(pointer, LANES: tl.constexpr):
-    """The first four tiles of a row; with them the stream begins."""
+    """The first four tiles of a row, with which the pipeline begins."""
     return (
         _first_tile(pointer, 0, LANES),
         _first_tile(pointer, 1, LANES),
@@ -86,25 +72,25 @@ def tiles_at(pointer, LANES: tl.constexpr):
 
 
 @triton.jit
-def _easy_row(anchor, alpha, c, IS_SIG: tl.constexpr):
-    """Whether a row is easy; and of it the anchor, scale and shift of its powers, b, and what multiplies both."""
-    scale = alpha * forms.LOG2_E
-    shift, residual = fast.shift_of(anchor, scale)
+def _fast_path(peak, alpha, c, IS_SIG: tl.constexpr):
+    """Decide on the fast path; with the peak, scale and shift of its powers, b, and the factor of both."""
+    scale = alpha * formulas.LOG2_E
+    shift, residual = softmax_row.shift_of(peak, scale)
     grown = tl.exp2(residual)
-    b = fast.bend_of(anchor, c, IS_SIG)[1] * grown
-    return fast.is_easy_row(anchor, scale, c, IS_SIG), (anchor, scale, shift), b, grown
+    b = softmax_row.sigmoid_terms(peak, c, IS_SIG)[1] * grown
+    return softmax_row.takes_fast_path(peak, scale, c, IS_SIG), (peak, scale, shift), b, grown
 
 
 @triton.jit
 def _powers_of(tile, line, DTYPE: tl.constexpr):
-    """Of the first of every four elements, the second, the third and the fourth."""
-    anchor, scale, shift = line
+    """Powers of a tile, deinterleaved: of the first, second, third and fourth of every four elements."""
+    peak, scale, shift = line
     first, second = tl.split(tl.reshape(tile, [tile.shape[0] // 2, 2]))
     return (
-        fast.powers_of(_low(first, DTYPE), anchor, scale, shift, True),
-        fast.powers_of(_high(first, DTYPE), anchor, scale, shift, True),
-        fast.powers_of(_low(second, DTYPE), anchor, scale, shift, True),
-        fast.powers_of(_high(second, DTYPE), anchor, scale, shift, True),
+        softmax_row.powers_of(_low(first, DTYPE), peak, scale, shift, True),
+        softmax_row.powers_of(_high(first, DTYPE), peak, scale, shift, True),
+        softmax_row.powers_of(_low(second, DTYPE), peak, scale, shift, True),
+        softmax_row.powers_of(_high(second, DTYPE), peak, scale, shift, True),
     )
 
 
@@ -112,7 +98,7 @@ def _powers_of(tile, line, DTYPE: tl.constexpr):
 def _added(sums, tile, line, b, IS_SIG: tl.constexpr, DTYPE: tl.constexpr):
     """The sums of u and sigma, with those of a tile."""
     u0, u1, u2, u3 = _powers_of(tile, line, DTYPE)
-    powers, sigmas, _ = fast.sums_of_four(u0, u1, u2, u3, b, IS_SIG)
+    powers, sigmas, _ = softmax_row.sums_of_four(u0, u1, u2, u3, b, IS_SIG)
     return sums[0] + powers, sums[1] + sigmas
 
 
@@ -136,7 +122,7 @@ def _add_four(
 
 @triton.jit
 def _sum_row(tiles, pointer, line, b, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """sum g / e^offset over an easy row; and its first tiles once more, for the second pass."""
+    """sum g / e^offset over a row on the fast path; and its first tiles once more, for the second pass."""
     sums = (tl.zeros([LANES // 4], tl.float32), tl.zeros([LANES // 4], tl.float32))
     whole = V // (4 * LANES) * (4 * LANES)
     for start in range(4 * LANES, whole, 4 * LANES):
@@ -144,30 +130,30 @@ def _sum_row(tiles, pointer, line, b, V, IS_SIG: tl.constexpr, LANES: tl.constex
     if whole < V:
         tiles, sums = _add_four(tiles, sums, pointer, whole, line, b, V, IS_SIG, False, "evict_last")
     tiles, sums = _add_four(tiles, sums, pointer, 0, line, b, V, IS_SIG, True, "evict_first")
-    return tl.sum(fast.total_of(sums[0], sums[1], b, IS_SIG), 0), tiles
+    return tl.sum(softmax_row.total_of(sums[0], sums[1], b, IS_SIG), 0), tiles
 
 
 @triton.jit
-def measured(tiles, pointer, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """(sum g / e^offset, anchor) of a row; what its second pass wants to know, and its first tiles for it."""
+def forward_reduction(tiles, pointer, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """(sum g / e^offset, peak) of a row; the fast path's numbers for the second pass, and its first tiles."""
     DTYPE: tl.constexpr = pointer.dtype.element_ty
-    anchor = fast.anchor_at(tl.max(tl.maximum(_low(tiles[0], DTYPE), _high(tiles[0], DTYPE)), 0))
-    easy = _easy_row(anchor, alpha, c, IS_SIG)
-    if easy[0]:
-        total, tiles = _sum_row(tiles, pointer, easy[1], easy[2], V, IS_SIG, LANES)
-        total = total / easy[3]
+    peak = softmax_row.max_or_zero(tl.max(tl.maximum(_low(tiles[0], DTYPE), _high(tiles[0], DTYPE)), 0))
+    fast_path = _fast_path(peak, alpha, c, IS_SIG)
+    if fast_path[0]:
+        total, tiles = _sum_row(tiles, pointer, fast_path[1], fast_path[2], V, IS_SIG, LANES)
+        total = total / fast_path[3]
     else:
-        total = fast.hard_sum(pointer, anchor, alpha, c, V, IS_SIG, LANES)
-    if not fast.is_good_sum(total):
-        anchor = fast.anchor_at(fast.largest(pointer, V, LANES))
-        easy = _easy_row(anchor, alpha, c, IS_SIG)
-        total = fast.hard_sum(pointer, anchor, alpha, c, V, IS_SIG, LANES)
-    return total, anchor, easy, tiles
+        total = softmax_row.safe_sum(pointer, peak, alpha, c, V, IS_SIG, LANES)
+    if not softmax_row.is_good_sum(total):
+        peak = softmax_row.max_or_zero(softmax_row.largest(pointer, V, LANES))
+        fast_path = _fast_path(peak, alpha, c, IS_SIG)
+        total = softmax_row.safe_sum(pointer, peak, alpha, c, V, IS_SIG, LANES)
+    return total, peak, fast_path, tiles
 
 
 @triton.jit
 def _joined(g0, g1, g2, g3):
-    """What was taken apart into the first, second, third and fourth of every four elements."""
+    """Inverse of the 4-way deinterleave."""
     QUARTER: tl.constexpr = g0.shape[0]
     even = tl.reshape(tl.join(g0, g2), [2 * QUARTER])
     odd = tl.reshape(tl.join(g1, g3), [2 * QUARTER])
@@ -188,11 +174,11 @@ def _store(
     IS_WHOLE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The gradient of one of four tiles; root^2 is the factor."""
+    """Store the gradient of one of four tiles; root^2 is the factor."""
     LANES: tl.constexpr = 2 * tile.shape[0]
     u0, u1, u2, u3 = _powers_of(tile, line, DTYPE)
-    g0, g1, g2, g3 = fast.gradients_of_four(u0, u1, u2, u3, b, factor, root, IS_SIG)
-    fast.store_tile(out_pointer, INDEX * LANES, _joined(g0, g1, g2, g3), V, LANES, IS_WHOLE)
+    g0, g1, g2, g3 = softmax_row.gradients_of_four(u0, u1, u2, u3, b, factor, root, IS_SIG)
+    softmax_row.store_tile(out_pointer, INDEX * LANES, _joined(g0, g1, g2, g3), V, LANES, IS_WHOLE)
 
 
 @triton.jit
@@ -211,7 +197,7 @@ def _store_four(
     IS_NEXT_WHOLE: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """The gradient of four tiles, which make room for those from ``next_start`` on."""
+    """Store the gradient of four tiles, which make room for those from ``next_start`` on."""
     DTYPE: tl.constexpr = pointer.dtype.element_ty
     t0, t1, t2, t3 = tiles
     out_pointer += start
@@ -241,7 +227,7 @@ def _gradient_row(
     IS_SIG: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The gradient of an easy row is written; returned are the first tiles of the next one."""
+    """Write the gradient of a row on the fast path; returns the first tiles of the next row."""
     whole = V // (4 * LANES) * (4 * LANES)
     last = whole - 4 * LANES
     for start in range(0, last, 4 * LANES):
@@ -271,12 +257,12 @@ def _gradient_row(
 @triton.jit
 def write_gradient(
     tiles,
-    easy,
+    fast_path,
     pointer,
     next_pointer,
     out_pointer,
     total,
-    anchor,
+    peak,
     by_normalizer,
     by_target,
     alpha,
@@ -285,14 +271,14 @@ def write_gradient(
     IS_SIG: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """As ``fast.write_gradient`` but for the target, from what ``measured`` gave; returned are the next row's tiles."""
+    """Like ``softmax_row.write_gradient`` but for the target; returns the first tiles of the next row."""
     factor = by_normalizer / total * alpha
-    is_easy, line, b, grown = easy
-    if is_easy & (factor > 0):
+    is_fast, line, b, grown = fast_path
+    if is_fast & (factor > 0):
         tiles = _gradient_row(tiles, pointer, next_pointer, out_pointer, line, b, factor / grown, V, IS_SIG, LANES)
     else:
-        fast.write_hard_gradient(
-            pointer, out_pointer, anchor, by_normalizer, by_target, factor, alpha, c, V, IS_SIG, LANES
+        softmax_row.write_safe_gradient(
+            pointer, out_pointer, peak, by_normalizer, by_target, factor, alpha, c, V, IS_SIG, LANES
         )
         tiles = tiles_at(next_pointer, LANES)
     return tiles

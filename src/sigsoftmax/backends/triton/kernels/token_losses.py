@@ -1,4 +1,4 @@
-"""The kernels that finish the losses of tokens around the kernels of rows, of one component and of a mixture.
+"""Kernels of the token arithmetic before and after the logits kernel, of one component and of a mixture.
 
 Shapes: N tokens, K components, V classes.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton.kernels import fused_kernels, priors, tokens
+from sigsoftmax.backends.triton.kernels import fused_loss, priors, tokens
 
 
 @triton.jit
-def before_kernel(
+def prepare_tokens_kernel(
     target,
     class_weight,
     given_scale,
@@ -31,7 +31,7 @@ def before_kernel(
     IS_MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Check the targets, and write what each token counts: 1 over the sum of weights for a mean."""
+    """Check the targets, and write the weight of each token: 1 over the sum of weights for a mean."""
     counted = tl.zeros([BLOCK], tl.float32)
     kept_tokens = tl.zeros([BLOCK], tl.int32)
     for start in range(0, N, BLOCK):
@@ -70,7 +70,7 @@ def before_kernel(
 
 
 @triton.jit
-def after_kernel(
+def finish_tokens_kernel(
     target,
     class_weight,
     scale,
@@ -148,7 +148,7 @@ def mixture_kernel(
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Losses of the tokens from ``first`` to N, and the derivatives of their total by what was measured."""
+    """Losses of the tokens from ``first`` to N, and the derivatives of their total by the row statistics."""
     token = first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < N
     component = tl.arange(0, LANES)[None, :]
@@ -178,7 +178,7 @@ def mixture_kernel(
 
 
 @triton.jit
-def planned_mixture_kernel(
+def fused_mixture_kernel(
     target,
     prior_logits,
     offset,
@@ -210,12 +210,12 @@ def planned_mixture_kernel(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What the tokens from ``first`` to ``last`` add to the loss, and its derivatives by what was measured of them.
+    """Shares of the tokens from ``first`` to ``last`` in the loss, and its derivatives by their row statistics.
 
-    Targets, prior and shares are those of all N tokens, what was measured that of the chunk. The last of the
+    Targets, prior and shares are those of all N tokens, row statistics those of the chunk. The last of the
     ``programs`` of all chunks adds up the loss.
     """
-    scale = fused_kernels.token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
+    scale = fused_loss.token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
     token = first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < last
     component = tl.arange(0, LANES)[None, :]
@@ -241,4 +241,4 @@ def planned_mixture_kernel(
     by_z = priors.by_prior_logits(z, log_prior, tl.where(inside, by_s, 0.0), alpha, beta, c, FORM)
     tl.store(by_prior + position, by_z.to(by_prior.dtype.element_ty), mask=inside)
     tl.store(by_normalizer + row, by_n, mask=inside)
-    fused_kernels.add_up(shares, total, N, programs, BLOCK)
+    fused_loss.add_up(shares, total, N, programs, BLOCK)

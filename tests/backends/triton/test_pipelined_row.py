@@ -1,4 +1,4 @@
-"""Rows as a stream of tiles, against the reference in float64. Tiles are small here, and so rows of many are not long.
+"""Software-pipelined rows, against the reference in float64. Tiles are small here, and so rows of many are not long.
 
 Shapes: N tokens, V classes, d features.
 """
@@ -14,40 +14,41 @@ from tests.tables import gradients
 from torch import Tensor
 
 import sigsoftmax
-from sigsoftmax.backends.triton import fused, rows
-from sigsoftmax.backends.triton.kernels import fused_kernels, stream
-from sigsoftmax.backends.triton.launches import Launch
-from sigsoftmax.backends.triton.shapes import FastShape
+from sigsoftmax.backends.triton import fused_loss, logits_kernels, tuning
+from sigsoftmax.backends.triton.kernels import fused_loss as fused_kernels
+from sigsoftmax.backends.triton.kernels import pipelined_row
+from sigsoftmax.backends.triton.launch import Launch
+from sigsoftmax.backends.triton.tuning import LaunchShape
 
 LANES = 128
 CLASSES = [4 * LANES, 4 * LANES + 8, 1000, 8 * LANES, 5000]
 """one group of four tiles, one and a little, and several"""
 HEIGHTS = torch.tensor([0.0, 3.0, 5.0, -30.0, 15.0, 30.0, 900.0, -900.0])
-"""of rows: by the formulas for easy ones, below and above where these hold, and far from zero"""
+"""of rows: on the fast path, below and above where it holds, and far from zero"""
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan", "fused_paths")
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each launch was of a stream."""
+    """True for each launch that was pipelined."""
     found: list[bool] = []
     original = Launch.__call__
 
     def call(self: Launch, *tensors: Tensor) -> None:
-        is_fused = self.kernel in (fused_kernels.loss_kernel, fused_kernels.stream_kernel)
-        if is_fused or "IS_STREAM" in self.constants:
-            found.append(self.constants.get("IS_STREAM", self.kernel is fused_kernels.stream_kernel))
+        is_fused = self.kernel in (fused_kernels.loss_kernel, fused_kernels.pipelined_kernel)
+        if is_fused or "IS_PIPELINED" in self.constants:
+            found.append(self.constants.get("IS_PIPELINED", self.kernel is fused_kernels.pipelined_kernel))
         original(self, *tensors)
 
     monkeypatch.setattr(Launch, "__call__", call)
 
-    def shape(*row: Any, **launches: bool) -> FastShape:
-        return FastShape(LANES, 4, 1)
+    def shape(*row: Any, **launches: bool) -> LaunchShape:
+        return LaunchShape(LANES, 4, 1)
 
-    for module in (fused, rows):
-        monkeypatch.setattr(module, "fast_shape", shape)
-    monkeypatch.setattr(stream, "stream_shape", shape)
+    for module in (fused_loss, logits_kernels):
+        monkeypatch.setattr(module, "softmax_shape", shape)
+    monkeypatch.setattr(tuning, "tuned_pipelined_shape", shape)
     return found
 
 
@@ -55,7 +56,7 @@ def some_logits(classes: int, dtype: torch.dtype) -> Tensor:
     """Of more rows than programs."""
     logits = HEIGHTS[:, None] + 2.0 * torch.randn(len(HEIGHTS), classes)
     logits = torch.cat([3.0 * torch.randn(3, classes), logits, 3.0 * torch.randn(5, classes)])
-    # A first tile that is not easy, in a row that is; far above the first tile; within it; and one that says nothing.
+    # A first tile off the fast path, in a row on it; far above the first tile; within it; and one that says nothing.
     logits[-5, :LANES] -= 40.0
     logits[-4, -1] = 60.0
     logits[-3, 0] = 17.0
@@ -110,7 +111,7 @@ def test_rows_that_do_not_count(z_loss: float, function: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_rows_that_several_programs_finish(reduction: str, launched: list[bool]) -> None:
-    tokens = 2 * fused.FINISHED_ROWS + 5
+    tokens = 2 * fused_loss.FINISHED_ROWS + 5
     logits = (2.0 * torch.randn(tokens, 4 * LANES)).bfloat16()
     y = torch.randint(4 * LANES, (tokens,))
     y[7::50] = -100
@@ -144,7 +145,7 @@ def test_losses_that_are_not_fused(function: str, classes: int, dtype: torch.dty
 
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
 def test_gradients_in_place(function: str, launched: list[bool]) -> None:
-    """A slab of logits becomes its gradient; not by a fused path, which reads targets after that."""
+    """A chunk of logits becomes its gradient; not by a fused path, which reads targets after that."""
     hidden, weight, y = torch.randn(11, 8), torch.randn(1024, 8), torch.randint(1024, (11,))
     token_weights = torch.rand(11)
     found: dict[str, list[Tensor]] = {}
@@ -194,7 +195,7 @@ def test_logits_at_a_misaligned_address(is_fused: bool, dtype: torch.dtype, laun
         (1000, torch.bfloat16, "label smoothing"),
     ],
 )
-def test_other_rows_are_no_stream(classes: int, dtype: torch.dtype, options: str, launched: list[bool]) -> None:
+def test_other_rows_are_not_pipelined(classes: int, dtype: torch.dtype, options: str, launched: list[bool]) -> None:
     logits = torch.randn(9, classes).to(dtype)
     chosen: dict[str, Any] = {
         "mean": {},
@@ -223,15 +224,15 @@ def test_a_row_of_no_weight_may_be_anything(function: str, launched: list[bool])
 
 @pytest.mark.parametrize(
     ("dtype", "masked"),
-    [(torch.bfloat16, stream.TWO_MASKED_BFLOAT16), (torch.float16, stream.TWO_MASKED_FLOAT16)],
+    [(torch.bfloat16, pipelined_row.TWO_MASKED_BFLOAT16), (torch.float16, pipelined_row.TWO_MASKED_FLOAT16)],
     ids=str,
 )
 def test_masked_pairs(dtype: torch.dtype, masked: Any) -> None:
-    """Others would be found out in the sum, and the row be measured once more."""
+    """Others would be found out in the sum, and the row be reduced once more."""
     assert torch.full((2,), -torch.inf, dtype=dtype).view(torch.int32).item() == masked.value
 
 
-def test_rows_that_are_only_measured_are_no_stream(launched: list[bool]) -> None:
+def test_rows_that_are_only_reduced_are_not_pipelined(launched: list[bool]) -> None:
     logits, y = torch.randn(9, 1000), torch.randint(1000, (9,))
     loss = sigsoftmax.cross_entropy(logits.bfloat16().to(DEVICE), y.to(DEVICE), function="sigsoftmax", backend="triton")
     expected = sigsoftmax.cross_entropy(logits.bfloat16().double(), y, function="sigsoftmax", backend="reference")

@@ -1,4 +1,4 @@
-"""The kernels for rows against the reference formulas in float64.
+"""The logits kernels against the reference formulas in float64.
 
 One table of rows drives them: ordinary logits, logits far from 0, peaks, masks, and rows that the loss does not use.
 An error is bounded by that of the reference formulas in plain torch, float32 on the same logits, times ``SLACK``, plus
@@ -20,11 +20,11 @@ from tests.tables import LEAST, MEMBERS, Member, by_label
 from torch import Tensor
 
 from sigsoftmax.backends.chunked.form_rows import FormRows
-from sigsoftmax.backends.triton import rows, scaling
-from sigsoftmax.backends.triton.rows import TritonRows
-from sigsoftmax.backends.triton.shapes import fast_shape
+from sigsoftmax.backends.triton import logits_kernels, scaling
+from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
+from sigsoftmax.backends.triton.tuning import softmax_shape
 from sigsoftmax.contract import normalizing
-from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowStats
+from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowStats, RowTargets
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
@@ -195,8 +195,8 @@ def by_reference(problem: Problem, dtype: torch.dtype) -> Results:
 
     form = problem.member.make(logits.shape[-1]).form
     routines = FormRows(form, arguments_of(problem), logits, problem.options.learns)
-    index, dense = problem.index, cast(problem.dense)
-    stats = routines.stats(logits, index, dense, problem.options.extras, problem.options.extras)
+    targets = RowTargets(problem.index, cast(problem.dense), problem.options.extras, problem.options.extras)
+    stats = routines.stats(logits, targets)
     by_normalizer = cast(problem.coefficients.normalizer)
     if problem.z_slope is not None:
         slope = cast(problem.z_slope) * (stats.offset + stats.normalizer)
@@ -205,7 +205,7 @@ def by_reference(problem: Problem, dtype: torch.dtype) -> Results:
     coefficients = RowCoefficients(by_normalizer, cast(given.target), cast(given.dense), given.unused)
     out = torch.full_like(logits, math.nan)
     if logits.numel():
-        routines.gradient(logits, stats, coefficients, index, dense, out)
+        routines.gradient(logits, targets, stats, coefficients, out)
     return results(stats, out, routines.argument_gradients() if problem.options.learns else [])
 
 
@@ -220,12 +220,12 @@ def to_device(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to(DEVICE)
 
 
-def in_slab(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def in_wide_rows(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A copy whose rows lie apart, with NaN between them."""
     count, classes = values.shape
-    slab = torch.full((count, classes + 5), math.nan, dtype=dtype or values.dtype, device=DEVICE)
-    slab[:, :classes] = values.to(DEVICE)
-    return slab[:, :classes]
+    chunk = torch.full((count, classes + 5), math.nan, dtype=dtype or values.dtype, device=DEVICE)
+    chunk[:, :classes] = values.to(DEVICE)
+    return chunk[:, :classes]
 
 
 def assert_nothing_between_rows(values: Tensor) -> None:
@@ -237,20 +237,20 @@ def assert_nothing_between_rows(values: Tensor) -> None:
 def by_kernels(problem: Problem, *, in_place: bool = False, out_dtype: torch.dtype | None = None) -> Results:
     """The routines under test, called as ``problem.options`` says."""
     options = problem.options
-    logits = in_slab(problem.logits)
-    out = logits if in_place else in_slab(torch.full(problem.logits.shape, math.nan), out_dtype or logits.dtype)
+    logits = in_wide_rows(problem.logits)
+    out = logits if in_place else in_wide_rows(torch.full(problem.logits.shape, math.nan), out_dtype or logits.dtype)
     arguments = [a.to(DEVICE, torch.float32) if options.on_device or a.ndim else a for a in arguments_of(problem)]
-    routines = TritonRows(problem.member.make(logits.shape[-1]).form, arguments, logits, options.learns)
+    routines = LogitsKernels(problem.member.make(logits.shape[-1]).form, arguments, logits, options.learns)
     assert isinstance(routines, FusedRowRoutines)
-    index, dense, z_slope = to_device(problem.index), to_device(problem.dense), to_device(problem.z_slope)
+    z_slope = to_device(problem.z_slope)
+    targets = RowTargets(to_device(problem.index), to_device(problem.dense), options.extras, options.extras)
     coefficients = RowCoefficients(*map(to_device, problem.coefficients))
-    extras = (options.extras, options.extras)
     if options.is_fused:
-        stats = routines.stats_and_gradient(logits, coefficients, z_slope, index, dense, out, *extras)
+        stats = routines.stats_and_gradient(logits, targets, coefficients, z_slope, out)
     else:
         assert z_slope is None, "with two calls z-loss is part of the coefficients"
-        stats = routines.stats(logits, index, dense, *extras)
-        routines.gradient(logits, stats, coefficients, index, dense, out)
+        stats = routines.stats(logits, targets)
+        routines.gradient(logits, targets, stats, coefficients, out)
     assert_nothing_between_rows(logits)
     assert_nothing_between_rows(out)
     return results(stats, out, routines.argument_gradients() if options.learns else [])
@@ -367,8 +367,8 @@ def assert_argmax(problem: Problem, found: Results) -> None:
 def _scalars_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scalar on the CPU is a fixed number. Where the CPU is the device, let a float32 one be a learned one there."""
     if IS_INTERPRETED:
-        original = rows.constant
-        monkeypatch.setattr(rows, "constant", lambda a: original(a) if a.dtype == torch.float64 else None)
+        original = logits_kernels.constant
+        monkeypatch.setattr(logits_kernels, "constant", lambda a: original(a) if a.dtype == torch.float64 else None)
 
 
 # The table
@@ -430,22 +430,22 @@ def test_in_place_and_twice_give_the_same_bits(member: Member, options: Options)
 @pytest.mark.parametrize(
     "member", [by_label[m] for m in ("softmax", "sigsoftmax", "gss(k=2, c=1)", "gss(k=0.5, c per class)")], ids=str
 )
-def test_gradients_a_range_of_classes_at_a_time(member: Member, options: Options) -> None:
-    """Rows are measured as a whole, then the gradient overwrites ranges of them."""
+def test_gradients_a_block_of_classes_at_a_time(member: Member, options: Options) -> None:
+    """The statistics are those of whole rows; then the gradient overwrites blocks of them."""
     table, unused = hard_rows(301, torch.float32)
     problem = make_problem(member, table, unused, options)
     logits = table.to(DEVICE)
     form, arguments = member.make(301).form, arguments_of(problem)
     arguments = [a.to(DEVICE, torch.float32) if options.on_device or a.ndim else a for a in arguments]
-    routines = TritonRows(form, arguments, logits, problem.options.learns)
-    index, dense = to_device(problem.index), to_device(problem.dense)
+    routines = LogitsKernels(form, arguments, logits, problem.options.learns)
+    targets = RowTargets(to_device(problem.index), to_device(problem.dense), options.extras, options.extras)
     # Unused rows are known by their coefficients.
     coefficients = RowCoefficients(*map(to_device, problem.coefficients))._replace(unused=None)
-    stats = routines.stats(logits, index, dense, options.extras, options.extras)
+    stats = routines.stats(logits, targets)
     pieces = []
     for first, last in ((0, 128), (128, 192), (192, 193), (193, 301)):
         piece = logits[:, first:last].clone()
-        routines.gradient_of_classes(piece, stats, coefficients, index, dense, first, piece)
+        routines.gradient(piece, targets, stats, coefficients, piece, first)
         pieces.append(piece)
     by_arguments = routines.argument_gradients() if problem.options.learns else []
     assert_right(problem, results(stats, torch.cat(pieces, -1), by_arguments))
@@ -455,7 +455,7 @@ def test_gradients_a_range_of_classes_at_a_time(member: Member, options: Options
 
 
 @pytest.mark.parametrize("member", [by_label["sigsoftmax"], by_label["softmax"]], ids=str)
-def test_many_classes_about_the_bend_below_a_peak(member: Member) -> None:
+def test_many_classes_near_c_below_a_peak(member: Member) -> None:
     """Products of their numerators and denominators underflow, and together they are seen in the normaliser."""
     logits = 2.0 + 0.1 * torch.randn(3, 30_000)
     logits[:, 0] = torch.tensor([17.0, 19.9, 21.0])
@@ -475,7 +475,7 @@ def test_tiles_of_different_heights(member: Member, num_classes: int, dtype: tor
     # Three or four of one lane, above the first tile by as much as a product of two can bear.
     logits[:3] = torch.randn(3, num_classes).clamp(max=2.9)
     logits[:3, 1] = 3.0
-    lanes = fast_shape(num_classes, dtype.itemsize, is_sigsoftmax=True).lanes
+    lanes = softmax_shape(num_classes, dtype.itemsize, is_sigsoftmax=True).lanes
     assert 3 * lanes < num_classes
     for row, rest in enumerate([(46.0, 27.0, 27.0), (25.0, 25.0, 25.0), (31.0, 31.0, 26.0)]):
         for tile, height in enumerate(rest, start=1):
@@ -513,7 +513,9 @@ def test_scaling(factor: float) -> None:
     ]
     memory = memory[: scaling.MOST]
     expected = [values * factor for values in memory]
-    scaling.scale_in_place([values[:-1] for values in memory], torch.tensor(factor, device=DEVICE))
+    tensors = [values[:-1] for values in memory]
+    scale = scaling.Scaling([tensor.numel() for tensor in tensors], torch.device(DEVICE))
+    scale(tensors, torch.tensor(factor, device=DEVICE))
     for found, right in zip(memory, expected, strict=True):
         assert torch.equal(found[:-1], right[:-1])
         assert found[-1] * factor == right[-1], "written beyond the end"

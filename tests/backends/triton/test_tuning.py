@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sigsoftmax.backends.triton.shapes import FEWEST_STAGGERED_ROWS, fast_shape, stagger, stream_shape
+from sigsoftmax.backends.triton.tuning import FEWEST_STAGGERED_ROWS, softmax_shape, stagger, tuned_pipelined_shape
 
 PROGRAMS = 132
 
@@ -26,21 +26,21 @@ def test_others_have_nothing_to_wait_for(rows: int, classes: int) -> None:
 
 @pytest.mark.parametrize("is_sigsoftmax", [False, True], ids=["softmax", "sigsoftmax"])
 @pytest.mark.parametrize("classes", [1, 2, 500, 10_000, 32_000, 50_257, 128_256, 1_000_000])
-@pytest.mark.parametrize(("measures", "writes"), [(True, True), (True, False), (False, True)])
-def test_longer_rows_have_larger_tiles(classes: int, is_sigsoftmax: bool, measures: bool, writes: bool) -> None:
+@pytest.mark.parametrize(("reduces", "writes"), [(True, True), (True, False), (False, True)])
+def test_longer_rows_have_larger_tiles(classes: int, is_sigsoftmax: bool, reduces: bool, writes: bool) -> None:
     shape, longer = (
-        fast_shape(count, 2, is_sigsoftmax, measures=measures, writes=writes) for count in (classes, 2 * classes)
+        softmax_shape(count, 2, is_sigsoftmax, reduces=reduces, writes=writes) for count in (classes, 2 * classes)
     )
     assert shape.lanes <= longer.lanes
-    if measures and writes:
+    if reduces and writes:
         assert shape.per_processor >= longer.per_processor
     # Every thread has an element, and no tile more than 32 of them: there are four tiles, and 64 registers at worst.
     assert 1 <= shape.lanes / (32 * shape.warps) <= 32
 
 
 @pytest.mark.parametrize("is_sigsoftmax", [False, True], ids=["softmax", "sigsoftmax"])
-def test_long_rows_are_a_stream_of_tiles_as_wide_as_a_load(is_sigsoftmax: bool) -> None:
-    shapes = [stream_shape(classes, 2, is_sigsoftmax) for classes in (10_000, 50_304, 128_256, 1_000_000)]
+def test_long_rows_are_pipelined_in_tiles_as_wide_as_a_load(is_sigsoftmax: bool) -> None:
+    shapes = [tuned_pipelined_shape(2 * classes, is_sigsoftmax) for classes in (10_000, 50_304, 128_256, 1_000_000)]
     assert shapes[0] is None
     assert None not in shapes[1:]
     # A thread has eight elements of a tile, and rows in flight that are read twice are to fit the cache.

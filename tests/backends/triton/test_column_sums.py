@@ -7,7 +7,7 @@ import torch
 from tests.backends.triton.device import DEVICE, IS_INTERPRETED
 from tests.tables import frobenius_error
 
-from sigsoftmax.backends.triton.columns import LANES, ROWS, add_column_sums
+from sigsoftmax.backends.triton.column_sums import LANES, ROWS, add_by_kernel
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 DTYPES = [torch.float32, torch.float16, *([] if IS_INTERPRETED else [torch.bfloat16])]
@@ -22,9 +22,9 @@ def test_sums_are_as_good_as_torchs(rows: int, columns: int, dtype: torch.dtype)
     exact = matrix.double().sum(0).cpu()
     bound = 2.0 * frobenius_error(matrix.float().sum(0).cpu(), exact) + 1e-6 * float(exact.norm())
     total = torch.full((columns,), torch.nan, device=DEVICE)
-    add_column_sums(total, matrix, is_first=True)
+    add_by_kernel(total, matrix, is_first=True)
     assert frobenius_error(total.cpu(), exact) <= bound
-    add_column_sums(total, matrix, is_first=False)
+    add_by_kernel(total, matrix, is_first=False)
     assert frobenius_error(total.cpu(), 2.0 * exact) <= 2.0 * bound
 
 
@@ -32,5 +32,5 @@ def test_sums_have_the_same_bits_twice() -> None:
     matrix = torch.randn(500, 300, device=DEVICE)
     first, second = torch.empty(2, 300, device=DEVICE)
     for total in (first, second):
-        add_column_sums(total, matrix, is_first=True)
+        add_by_kernel(total, matrix, is_first=True)
     assert torch.equal(first, second)

@@ -1,4 +1,4 @@
-"""Kernels of a loss that one launch computes: of logits they make the sum of all losses and their gradient.
+"""Kernels of the fused loss: one launch computes the total loss and the gradient of the logits, or two launches do.
 
 Shapes: N tokens, V logits in a row.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton.kernels import fast, fast_rows, smoothing, stream, tokens
+from sigsoftmax.backends.triton.kernels import pipelined_row, smoothed_row, softmax_logits, softmax_row, tokens
 
 
 @triton.jit
 def token_scale(target, N, ignore_index, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """What a token that is not ignored counts in the sum or the mean; inf where there is none."""
+    """The weight of a kept token in the sum or the mean; inf where no token is kept."""
     if IS_MEAN:
         kept = tl.zeros([BLOCK], tl.int32)
         for start in range(0, N, BLOCK):
@@ -26,9 +26,9 @@ def token_scale(target, N, ignore_index, IS_MEAN: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def add_up(shares, total, N, programs, BLOCK: tl.constexpr):
-    """The program that comes last of so many adds what all tokens have, always in the same order.
+    """The last of the programs to finish adds up the shares of all tokens, always in the same order.
 
-    ``shares`` has a number more than tokens, which counts the programs that are done; it begins at 0.
+    ``shares`` has one element more than there are tokens; it counts the programs that are done and begins at 0.
     """
     # All threads have stored what they share before one of them says so.
     tl.debug_barrier()
@@ -71,36 +71,36 @@ def loss_kernel(
     beyond the ``classes``.
     """
     scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
-    fast_rows.begin_late(stagger)
+    softmax_logits.stagger_start(stagger)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
-        pointer = fast.row_at(logits, row, V)
+        pointer = softmax_row.row_at(logits, row, V)
         y = tl.load(target + row)
-        first = fast.first_tile(pointer, V, LANES)
+        first = softmax_row.first_tile(pointer, V, LANES)
         is_kept = y != ignore_index
         tl.device_assert((not is_kept) | ((y >= 0) & (y < classes)), "target out of range; see SIGSOFTMAX_CHECK=1")
         y = tl.where(is_kept, y, 0)
         z_y = tl.load(pointer + y).to(tl.float32)
         gaps = tl.full((), 0.0, tl.float32)
         if IS_SMOOTH:
-            row_sum, anchor, gaps = smoothing.measured(pointer, first, alpha, c, V, classes, IS_SIG, LANES)
+            row_sum, peak, gaps = smoothed_row.forward_reduction(pointer, first, alpha, c, V, classes, IS_SIG, LANES)
         else:
-            row_sum, anchor = fast.measured(pointer, first, alpha, c, V, IS_SIG, LANES)
-        gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
+            row_sum, peak = softmax_row.forward_reduction(pointer, first, alpha, c, V, IS_SIG, LANES)
+        gap = softmax_row.gap_of(z_y, peak, alpha, c, IS_SIG)
         if IS_SMOOTH:
-            gap = tokens.smoothed_targets(gap, gaps, smoothing.unit_of(alpha, IS_SIG), label_smoothing)
+            gap = tokens.smoothed_targets(gap, gaps, smoothed_row.unit_of(alpha, IS_SIG), label_smoothing)
         normalizer = tl.log(row_sum)
-        offset = fast.row_offset(anchor, alpha, c, IS_SIG)
+        offset = softmax_row.row_offset(peak, alpha, c, IS_SIG)
         loss = tokens.token_losses(normalizer, gap, offset, 1.0, z_loss, False, HAS_Z_LOSS)
         tl.store(shares + row, tokens.token_shares(loss, scale, is_kept))
         by_n, by_s = tokens.token_coefficients(normalizer, offset, scale, is_kept, z_loss, HAS_Z_LOSS)
-        out_pointer = fast.row_at(out, row, V)
+        out_pointer = softmax_row.row_at(out, row, V)
         if IS_SMOOTH:
             by_s, by_class = tokens.smoothing_coefficients(by_s, label_smoothing, classes)
-            smoothing.write_gradient(
+            smoothed_row.write_gradient(
                 pointer,
                 out_pointer,
                 row_sum,
-                anchor,
+                peak,
                 gaps,
                 by_n,
                 by_s,
@@ -116,18 +116,18 @@ def loss_kernel(
                 LANES,
             )
         else:
-            fast.write_gradient(
-                pointer, out_pointer, row_sum, anchor, by_n, by_s, y, z_y, is_kept, alpha, c, V, IS_SIG, True, LANES
+            softmax_row.write_gradient(
+                pointer, out_pointer, row_sum, peak, by_n, by_s, y, z_y, is_kept, alpha, c, V, IS_SIG, True, LANES
             )
     add_up(shares, total, N, tl.num_programs(0), BLOCK)
 
 
 @triton.jit
-def stream_kernel(
+def pipelined_kernel(
     logits,
     out,
     target,
-    measures,
+    statistics,
     N,
     V,
     alpha,
@@ -141,36 +141,36 @@ def stream_kernel(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient of long rows, as a stream, but for their targets.
+    """The gradient of long rows but for their targets, software-pipelined.
 
-    What a row needs once (logarithms, its target) every warp here would compute for itself, a tenth of the time of a
-    row. So another kernel does that for all rows; ``measures`` keeps for it the sum and the anchor of each, and the
+    Every warp here would compute for itself what a row needs once (logarithms, its target), a tenth of the time of a
+    row. So another kernel does that for all rows; ``statistics`` keeps for it the sum and the peak of each, and the
     scale.
     """
     scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
-    tl.store(measures + 2 * N, scale)
-    fast_rows.begin_late(stagger)
-    tiles = stream.tiles_at(fast.row_at(logits, tl.program_id(0), V), LANES)
+    tl.store(statistics + 2 * N, scale)
+    softmax_logits.stagger_start(stagger)
+    tiles = pipelined_row.tiles_at(softmax_row.row_at(logits, tl.program_id(0), V), LANES)
     next_y = tl.load(target + tl.program_id(0))
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         # After the last row of a program any will do: it is read and not used.
         next_row = tl.minimum(row + tl.num_programs(0), N - 1)
         is_kept = next_y != ignore_index
         next_y = tl.load(target + next_row)
-        pointer = fast.row_at(logits, row, V)
-        row_sum, anchor, easy, tiles = stream.measured(tiles, pointer, alpha, c, V, IS_SIG, LANES)
-        tl.store(measures + row, row_sum)
-        tl.store(measures + N + row, anchor)
-        offset = fast.row_offset(anchor, alpha, c, IS_SIG)
+        pointer = softmax_row.row_at(logits, row, V)
+        row_sum, peak, fast_path, tiles = pipelined_row.forward_reduction(tiles, pointer, alpha, c, V, IS_SIG, LANES)
+        tl.store(statistics + row, row_sum)
+        tl.store(statistics + N + row, peak)
+        offset = softmax_row.row_offset(peak, alpha, c, IS_SIG)
         by_n, by_s = tokens.token_coefficients(tl.log(row_sum), offset, scale, is_kept, z_loss, HAS_Z_LOSS)
-        tiles = stream.write_gradient(
+        tiles = pipelined_row.write_gradient(
             tiles,
-            easy,
+            fast_path,
             pointer,
-            fast.row_at(logits, next_row, V),
-            fast.row_at(out, row, V),
+            softmax_row.row_at(logits, next_row, V),
+            softmax_row.row_at(out, row, V),
             row_sum,
-            anchor,
+            peak,
             by_n,
             by_s,
             alpha,
@@ -187,7 +187,7 @@ def finish_kernel(
     out,
     target,
     shares,
-    measures,
+    statistics,
     total,
     N,
     V,
@@ -201,23 +201,23 @@ def finish_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """After it: the gradients of targets, and the sum or the mean of all losses."""
+    """Finish what :func:`pipelined_kernel` leaves: gradients at the targets, and the sum or the mean of all losses."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < N
     y = tl.load(target + row, mask=is_row, other=ignore_index)
     is_kept = y != ignore_index
     tl.device_assert((not is_kept) | ((y >= 0) & (y < classes)), "target out of range; see SIGSOFTMAX_CHECK=1")
     y = tl.where(is_kept, y, 0)
-    scale = tl.load(measures + 2 * N)
-    row_sum = tl.load(measures + row, mask=is_row, other=1.0)
-    anchor = tl.load(measures + N + row, mask=is_row, other=0.0)
-    z_y = tl.load(fast.row_at(logits, row, V) + y, mask=is_row, other=0.0).to(tl.float32)
-    gap = fast.gap_of(z_y, anchor, alpha, c, IS_SIG)
+    scale = tl.load(statistics + 2 * N)
+    row_sum = tl.load(statistics + row, mask=is_row, other=1.0)
+    peak = tl.load(statistics + N + row, mask=is_row, other=0.0)
+    z_y = tl.load(softmax_row.row_at(logits, row, V) + y, mask=is_row, other=0.0).to(tl.float32)
+    gap = softmax_row.gap_of(z_y, peak, alpha, c, IS_SIG)
     normalizer = tl.log(row_sum)
-    offset = fast.row_offset(anchor, alpha, c, IS_SIG)
+    offset = softmax_row.row_offset(peak, alpha, c, IS_SIG)
     loss = tokens.token_losses(normalizer, gap, offset, 1.0, z_loss, False, HAS_Z_LOSS)
     tl.store(shares + row, tokens.token_shares(loss, scale, is_kept), mask=is_row)
     by_n, by_s = tokens.token_coefficients(normalizer, offset, scale, is_kept, z_loss, HAS_Z_LOSS)
-    out_pointer = fast.row_at(out, row, V)
-    fast.write_target(out_pointer, by_n / row_sum * alpha, anchor, by_s, y, z_y, is_kept, alpha, c, IS_SIG)
+    out_pointer = softmax_row.row_at(out, row, V)
+    softmax_row.write_target(out_pointer, by_n / row_sum * alpha, peak, by_s, y, z_y, is_kept, alpha, c, IS_SIG)
     add_up(shares, total, N, tl.num_programs(0), BLOCK)

@@ -1,9 +1,11 @@
-"""Softmax and sigsoftmax on a GPU: one exponential an element and pass, two passes over a row.
+"""A row of softmax or sigsoftmax: one exponential per element and pass, two passes over the row.
 
-The first pass sums relative to the largest logit of the row's first tile, so nothing is rescaled or compared on the
-way; a row whose sum shows that its largest logit lies far above is summed again. With about one row in flight per
-multiprocessor, and hints on what the L2 cache should keep, the second pass reads the row from there. Sigsoftmax needs
-a reciprocal an element besides; two or four elements share one: 1/a = b / (a b). Derivations: docs/mathematics.md.
+The peak is the logit that the sum of a row is relative to. The first pass takes the largest logit of the row's first
+tile for it, so nothing is rescaled or compared on the way; a row whose sum shows that its largest logit lies far above
+is summed again. Nearly all rows take the fast path, whose formulas are the cheapest; the safe path holds for any row.
+With about one row in flight per multiprocessor, and hints on what the L2 cache should keep, the second pass reads the
+row from there. Sigsoftmax needs a reciprocal per element besides; two or four elements share one: 1/a = b / (a b).
+Derivations: docs/mathematics.md.
 
 Shapes: V classes.
 """
@@ -13,17 +15,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton.kernels import forms, intrinsics
+from sigsoftmax.backends.triton.kernels import formulas, intrinsics
 
 LARGEST_SUM = tl.constexpr(1e9)
 """A row whose sum is larger, or not a number, is summed again from its largest logit: too much was rounded."""
 SMALLEST_SUM = tl.constexpr(0.25)
-"""The anchor itself adds a half or more; a smaller sum is that of a row whose first tile is masked."""
-SMALLEST_BEND = tl.constexpr(1e-18)
-"""Below it the bend of sigsoftmax only touches classes whose probability is smaller still; its square is a float."""
+"""The peak itself adds a half or more; a smaller sum is that of a row whose first tile is masked."""
+SMALLEST_SIGMOID_TERM = tl.constexpr(1e-18)
+"""Below it the nonlinearity of phi only touches classes whose probability is smaller still; its square is a float."""
 
-LARGEST_EASY_SHIFT = tl.constexpr(16384.0)
-HIGHEST_EASY_BEND = tl.constexpr(20.0)
+LARGEST_FAST_SHIFT = tl.constexpr(16384.0)
+HIGHEST_FAST_PEAK = tl.constexpr(20.0)
 
 
 @triton.jit
@@ -48,52 +50,52 @@ def first_tile(pointer, V, LANES: tl.constexpr):
 
 
 @triton.jit
-def bend_of(reference, c, IS_SIG: tl.constexpr):
-    """(a, b) with sigmoid(z - c) = a u / (a u + b) for u = exp(z - reference); both at most 1."""
+def sigmoid_terms(reference, c, IS_SIG: tl.constexpr):
+    """Terms (a, b) with sigmoid(z - c) = a u / (a u + b) for u = exp(z - reference); both at most 1."""
     if IS_SIG:
         height = reference - c
         decay = tl.exp(-tl.abs(height))
         a = tl.where(height < 0, decay, 1.0)
-        b = tl.where(height < 0, 1.0, tl.maximum(decay, SMALLEST_BEND))
+        b = tl.where(height < 0, 1.0, tl.maximum(decay, SMALLEST_SIGMOID_TERM))
         return a, b
     else:
         return 1.0, 1.0
 
 
 @triton.jit
-def is_easy_row(anchor, scale, c, IS_SIG: tl.constexpr):
-    """Whether the cheapest formulas hold for the row; rows of trained models are."""
-    is_easy = tl.abs(anchor * scale) < LARGEST_EASY_SHIFT
+def takes_fast_path(peak, scale, c, IS_SIG: tl.constexpr):
+    """True if the cheapest formulas hold for the row; they do for rows of trained models."""
+    is_fast = tl.abs(peak * scale) < LARGEST_FAST_SHIFT
     if IS_SIG:
         # Four denominators, each b or more, are multiplied.
-        is_easy = is_easy & (anchor >= c) & (anchor - c < HIGHEST_EASY_BEND)
-    return is_easy
+        is_fast = is_fast & (peak >= c) & (peak - c < HIGHEST_FAST_PEAK)
+    return is_fast
 
 
 @triton.jit
-def shift_of(anchor, scale):
-    """(shift, residual) with anchor * scale = shift + residual, to twice the digits of a float."""
-    shift = anchor * scale
-    return shift, intrinsics.fma(anchor, scale, -shift)
+def shift_of(peak, scale):
+    """(shift, residual) with peak * scale = shift + residual, to twice the digits of a float."""
+    shift = peak * scale
+    return shift, intrinsics.fma(peak, scale, -shift)
 
 
 @triton.jit
-def powers_of(tile, anchor, scale, shift, IS_EASY: tl.constexpr):
-    """exp(alpha (z - anchor)) of a tile; for an easy row 2^residual times that, with one rounding and one operation."""
+def powers_of(tile, peak, scale, shift, IS_FAST: tl.constexpr):
+    """exp(alpha (z - peak)) of a tile; on the fast path 2^residual times that, in one operation, rounded once."""
     z = intrinsics.widened(tile)
-    if IS_EASY:
+    if IS_FAST:
         return tl.exp2(intrinsics.fma(z, scale, -shift))
     else:
-        return tl.exp2((z - anchor) * scale)
+        return tl.exp2((z - peak) * scale)
 
 
 @triton.jit
-def four_powers_of(tiles, anchor, scale, shift, IS_EASY: tl.constexpr):
+def four_powers_of(tiles, peak, scale, shift, IS_FAST: tl.constexpr):
     return (
-        powers_of(tiles[0], anchor, scale, shift, IS_EASY),
-        powers_of(tiles[1], anchor, scale, shift, IS_EASY),
-        powers_of(tiles[2], anchor, scale, shift, IS_EASY),
-        powers_of(tiles[3], anchor, scale, shift, IS_EASY),
+        powers_of(tiles[0], peak, scale, shift, IS_FAST),
+        powers_of(tiles[1], peak, scale, shift, IS_FAST),
+        powers_of(tiles[2], peak, scale, shift, IS_FAST),
+        powers_of(tiles[3], peak, scale, shift, IS_FAST),
     )
 
 
@@ -107,7 +109,7 @@ def _pair(u0, u1, b):
 
 @triton.jit
 def sums_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
-    """Four tiles of an easy row added: u, sigma, and the product of their denominators."""
+    """Four tiles added, on the fast path: u, sigma, and the product of their denominators."""
     if IS_SIG:
         s01, n01, d01 = _pair(u0, u1, b)
         s23, n23, d23 = _pair(u2, u3, b)
@@ -120,25 +122,25 @@ def sums_of_four(u0, u1, u2, u3, b, IS_SIG: tl.constexpr):
 
 @triton.jit
 def total_of(powers, sigmas, b, IS_SIG: tl.constexpr):
-    """g / e^offset of an easy row from sums of u and sigma: u sigma = u - b sigma."""
+    """g / e^offset on the fast path from sums of u and sigma: u sigma = u - b sigma."""
     return powers - b * sigmas if IS_SIG else powers
 
 
 @triton.jit
-def _sum_row(pointer, anchor, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_EASY: tl.constexpr, LANES: tl.constexpr):
+def _sum_row(pointer, peak, scale, shift, a, b, V, IS_SIG: tl.constexpr, IS_FAST: tl.constexpr, LANES: tl.constexpr):
     """sum g / e^offset over the row."""
     total = tl.zeros([LANES], tl.float32)
-    if IS_SIG and not IS_EASY:
+    if IS_SIG and not IS_FAST:
         for start in range(0, V, 2 * LANES):
-            u0 = powers_of(tile_at(pointer, start, V, LANES, "evict_last"), anchor, scale, shift, IS_EASY)
-            u1 = powers_of(tile_at(pointer, start + LANES, V, LANES, "evict_last"), anchor, scale, shift, IS_EASY)
+            u0 = powers_of(tile_at(pointer, start, V, LANES, "evict_last"), peak, scale, shift, IS_FAST)
+            u1 = powers_of(tile_at(pointer, start + LANES, V, LANES, "evict_last"), peak, scale, shift, IS_FAST)
             d0 = a * u0 + b
             d1 = a * u1 + b
             total += (u0 * u0 * d1 + u1 * u1 * d0) * intrinsics.reciprocal(d0 * d1)
     else:
         for start in range(0, V, 4 * LANES):
             tiles = four_tiles_at(pointer, start, V, LANES, "evict_last")
-            u0, u1, u2, u3 = four_powers_of(tiles, anchor, scale, shift, IS_EASY)
+            u0, u1, u2, u3 = four_powers_of(tiles, peak, scale, shift, IS_FAST)
             powers, sigmas, _ = sums_of_four(u0, u1, u2, u3, b, IS_SIG)
             total += total_of(powers, sigmas, b, IS_SIG)
     return tl.sum(total, 0)
@@ -158,7 +160,7 @@ def store_tile(pointer, start, gradient, V, LANES: tl.constexpr, IS_WHOLE: tl.co
 
 @triton.jit
 def scaled_complements(u0, u1, u2, u3, b, root):
-    """root (1 - sigma) of an easy row."""
+    """root (1 - sigma) of four tiles, on the fast path."""
     d0 = u0 + b
     d1 = u1 + b
     d2 = u2 + b
@@ -173,7 +175,7 @@ def scaled_complements(u0, u1, u2, u3, b, root):
 
 @triton.jit
 def gradients_of_four(u0, u1, u2, u3, b, factor, root, IS_SIG: tl.constexpr):
-    """Of an easy row; root^2 is the factor."""
+    """The gradients of four tiles, on the fast path; root^2 is the factor."""
     if IS_SIG:
         # sigma (2 - sigma) = 1 - y^2 for y = 1 - sigma = b / d.
         y0, y1, y2, y3 = scaled_complements(u0, u1, u2, u3, b, root)
@@ -191,7 +193,7 @@ def gradients_of_four(u0, u1, u2, u3, b, factor, root, IS_SIG: tl.constexpr):
 def _gradient_row(
     pointer,
     out_pointer,
-    anchor,
+    peak,
     scale,
     shift,
     a,
@@ -199,16 +201,16 @@ def _gradient_row(
     factor,
     V,
     IS_SIG: tl.constexpr,
-    IS_EASY: tl.constexpr,
+    IS_FAST: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """factor g (slope of phi) / e^offset of every class."""
-    if IS_SIG and not IS_EASY:
+    if IS_SIG and not IS_FAST:
         twice = 2.0 * factor
         falling = factor * a
         for start in range(0, V, 2 * LANES):
-            u0 = powers_of(tile_at(pointer, start, V, LANES, "evict_first"), anchor, scale, shift, IS_EASY)
-            u1 = powers_of(tile_at(pointer, start + LANES, V, LANES, "evict_first"), anchor, scale, shift, IS_EASY)
+            u0 = powers_of(tile_at(pointer, start, V, LANES, "evict_first"), peak, scale, shift, IS_FAST)
+            u1 = powers_of(tile_at(pointer, start + LANES, V, LANES, "evict_first"), peak, scale, shift, IS_FAST)
             d0 = a * u0 + b
             d1 = a * u1 + b
             shared = intrinsics.reciprocal(d0 * d1)
@@ -220,7 +222,7 @@ def _gradient_row(
         root = tl.sqrt(tl.abs(factor))
         for start in range(0, V, 4 * LANES):
             tiles = four_tiles_at(pointer, start, V, LANES, "evict_first")
-            u0, u1, u2, u3 = four_powers_of(tiles, anchor, scale, shift, IS_EASY)
+            u0, u1, u2, u3 = four_powers_of(tiles, peak, scale, shift, IS_FAST)
             g0, g1, g2, g3 = gradients_of_four(u0, u1, u2, u3, b, factor, root, IS_SIG)
             store_tile(out_pointer, start, g0, V, LANES)
             store_tile(out_pointer, start + LANES, g1, V, LANES)
@@ -237,88 +239,88 @@ def largest(pointer, V, LANES: tl.constexpr):
 
 
 @triton.jit
-def anchor_at(highest):
+def max_or_zero(highest):
     """The largest logit seen, or 0 where all were masked."""
     return tl.where(highest == -float("inf"), 0.0, highest)
 
 
 @triton.jit
-def hard_sum(pointer, anchor, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """sum g / e^offset over any row, by the formulas that hold for all."""
-    a, b = bend_of(anchor, c, IS_SIG)
-    return _sum_row(pointer, anchor, alpha * forms.LOG2_E, 0.0, a, b, V, IS_SIG, False, LANES)
+def safe_sum(pointer, peak, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """sum g / e^offset over any row, on the safe path."""
+    a, b = sigmoid_terms(peak, c, IS_SIG)
+    return _sum_row(pointer, peak, alpha * formulas.LOG2_E, 0.0, a, b, V, IS_SIG, False, LANES)
 
 
 @triton.jit
 def is_good_sum(total):
-    """Of terms that were not rounded too much; NaN is none."""
+    """True if the terms of a sum were not rounded too much; NaN is no good sum."""
     return (total >= SMALLEST_SUM) & (total <= LARGEST_SUM)
 
 
 @triton.jit
-def _measured_row(pointer, highest, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """(sum g / e^offset, anchor)."""
-    anchor = anchor_at(highest)
-    scale = alpha * forms.LOG2_E
-    if is_easy_row(anchor, scale, c, IS_SIG):
-        shift, residual = shift_of(anchor, scale)
+def _reduce_row(pointer, highest, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """(sum g / e^offset, peak)."""
+    peak = max_or_zero(highest)
+    scale = alpha * formulas.LOG2_E
+    if takes_fast_path(peak, scale, c, IS_SIG):
+        shift, residual = shift_of(peak, scale)
         grown = tl.exp2(residual)
-        a, b = bend_of(anchor, c, IS_SIG)
-        total = _sum_row(pointer, anchor, scale, shift, a, b * grown, V, IS_SIG, True, LANES) / grown
+        a, b = sigmoid_terms(peak, c, IS_SIG)
+        total = _sum_row(pointer, peak, scale, shift, a, b * grown, V, IS_SIG, True, LANES) / grown
     else:
-        total = hard_sum(pointer, anchor, alpha, c, V, IS_SIG, LANES)
-    return total, anchor
+        total = safe_sum(pointer, peak, alpha, c, V, IS_SIG, LANES)
+    return total, peak
 
 
 @triton.jit
-def measured(pointer, first, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
-    """(sum g / e^offset, anchor) of a row and its first tile."""
-    total, anchor = _measured_row(pointer, tl.max(intrinsics.widened(first), 0), alpha, c, V, IS_SIG, LANES)
+def forward_reduction(pointer, first, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+    """(sum g / e^offset, peak) of a row, given its first tile."""
+    total, peak = _reduce_row(pointer, tl.max(intrinsics.widened(first), 0), alpha, c, V, IS_SIG, LANES)
     if not is_good_sum(total):
-        total, anchor = _measured_row(pointer, largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
-    return total, anchor
+        total, peak = _reduce_row(pointer, largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
+    return total, peak
 
 
 @triton.jit
-def measured_from_the_largest(pointer, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
+def forward_reduction_from_largest(pointer, alpha, c, V, IS_SIG: tl.constexpr, LANES: tl.constexpr):
     """The same relative to the largest logit, in one pass more: differences from it are rounded least."""
-    return _measured_row(pointer, largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
+    return _reduce_row(pointer, largest(pointer, V, LANES), alpha, c, V, IS_SIG, LANES)
 
 
 @triton.jit
-def row_offset(anchor, alpha, c, IS_SIG: tl.constexpr):
+def row_offset(peak, alpha, c, IS_SIG: tl.constexpr):
     if IS_SIG:
-        return anchor + tl.minimum(anchor - c, 0.0)
+        return peak + tl.minimum(peak - c, 0.0)
     else:
-        return alpha * anchor
+        return alpha * peak
 
 
 @triton.jit
-def gap_of(z, anchor, alpha, c, IS_SIG: tl.constexpr):
+def gap_of(z, peak, alpha, c, IS_SIG: tl.constexpr):
     """log g of a logit, less the offset of its row."""
     # Halved, because a gap may overflow that is a float if multiplied by a small alpha.
-    gap = (0.5 * z - 0.5 * anchor) * (2.0 * alpha)
+    gap = (0.5 * z - 0.5 * peak) * (2.0 * alpha)
     if IS_SIG:
-        # The line left of the bend is taken from the gap, as in the form's ``relative``.
+        # The line left of c is taken from the gap, as in the form's ``relative``.
         x = z - c
         tail = -tl.log(1.0 + tl.exp(-tl.abs(x)))
-        line = tl.where(anchor > c, tl.minimum(x, 0.0), tl.minimum(z - anchor, c - anchor))
+        line = tl.where(peak > c, tl.minimum(x, 0.0), tl.minimum(z - peak, c - peak))
         gap = gap + line + tail
     # -inf is a mask: inf - inf must not come of it.
     return tl.where(z == -float("inf"), z, gap)
 
 
 @triton.jit
-def write_target(out_pointer, factor, anchor, by_target, y, z_y, has_target, alpha, c, IS_SIG: tl.constexpr):
-    """Put the gradient of the target right, after that of all classes."""
-    u = tl.exp2((z_y - anchor) * (alpha * forms.LOG2_E))
+def write_target(out_pointer, factor, peak, by_target, y, z_y, has_target, alpha, c, IS_SIG: tl.constexpr):
+    """Write the gradient at the target, after that of all classes."""
+    u = tl.exp2((z_y - peak) * (alpha * formulas.LOG2_E))
     slope = alpha + 0.0 * u
     at_target = factor * u
     if IS_SIG:
-        a, b = bend_of(anchor, c, IS_SIG)
+        a, b = sigmoid_terms(peak, c, IS_SIG)
         q = u / (a * u + b)
         at_target = (u * q) * (2.0 * factor - factor * a * q)
-        slope = 2.0 - forms.sigmoid(z_y - c)
+        slope = 2.0 - formulas.sigmoid(z_y - c)
     slope = tl.where(z_y == -float("inf"), 1.0, slope)
     # Every thread of the block has stored its tiles before the target is put right.
     tl.debug_barrier()
@@ -327,10 +329,10 @@ def write_target(out_pointer, factor, anchor, by_target, y, z_y, has_target, alp
 
 
 @triton.jit
-def write_hard_gradient(
+def write_safe_gradient(
     pointer,
     out_pointer,
-    anchor,
+    peak,
     by_normalizer,
     by_target,
     factor,
@@ -340,14 +342,14 @@ def write_hard_gradient(
     IS_SIG: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Of any row, by the formulas that hold for all; 0 if it does not count, whatever its logits are."""
+    """Write the gradient of any row, on the safe path; 0 if the row does not count, whatever its logits are."""
     if (by_normalizer == 0) & (by_target == 0):
         for start in range(0, V, LANES):
             store_tile(out_pointer, start, tl.zeros([LANES], tl.float32), V, LANES)
     else:
-        a, b = bend_of(anchor, c, IS_SIG)
-        scale = alpha * forms.LOG2_E
-        _gradient_row(pointer, out_pointer, anchor, scale, 0.0, a, b, factor, V, IS_SIG, False, LANES)
+        a, b = sigmoid_terms(peak, c, IS_SIG)
+        scale = alpha * formulas.LOG2_E
+        _gradient_row(pointer, out_pointer, peak, scale, 0.0, a, b, factor, V, IS_SIG, False, LANES)
 
 
 @triton.jit
@@ -355,7 +357,7 @@ def write_gradient(
     pointer,
     out_pointer,
     total,
-    anchor,
+    peak,
     by_normalizer,
     by_target,
     y,
@@ -368,21 +370,21 @@ def write_gradient(
     HAS_INDEX: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The gradient of a row; with a target ``y`` of logit ``z_y``, where ``has_target``."""
+    """Write the gradient of a row; with a target ``y`` of logit ``z_y``, where ``has_target``."""
     # 1 - y^2 has an absolute error of 6e-8, which a result of 16 bits does not show where it matters.
     IS_ROUGH: tl.constexpr = out_pointer.dtype.element_ty.primitive_bitwidth == 16
-    scale = alpha * forms.LOG2_E
+    scale = alpha * formulas.LOG2_E
     factor = by_normalizer / total * alpha
-    if is_easy_row(anchor, scale, c, IS_SIG) & (factor > 0) & (IS_ROUGH or not IS_SIG):
-        shift, residual = shift_of(anchor, scale)
+    if takes_fast_path(peak, scale, c, IS_SIG) & (factor > 0) & (IS_ROUGH or not IS_SIG):
+        shift, residual = shift_of(peak, scale)
         grown = tl.exp2(residual)
-        a, b = bend_of(anchor, c, IS_SIG)
-        _gradient_row(pointer, out_pointer, anchor, scale, shift, a, b * grown, factor / grown, V, IS_SIG, True, LANES)
+        a, b = sigmoid_terms(peak, c, IS_SIG)
+        _gradient_row(pointer, out_pointer, peak, scale, shift, a, b * grown, factor / grown, V, IS_SIG, True, LANES)
     else:
-        write_hard_gradient(pointer, out_pointer, anchor, by_normalizer, by_target, factor, alpha, c, V, IS_SIG, LANES)
+        write_safe_gradient(pointer, out_pointer, peak, by_normalizer, by_target, factor, alpha, c, V, IS_SIG, LANES)
     if HAS_INDEX:
         counts = (by_normalizer != 0) | (by_target != 0)
-        write_target(out_pointer, factor, anchor, by_target, y, z_y, has_target & counts, alpha, c, IS_SIG)
+        write_target(out_pointer, factor, peak, by_target, y, z_y, has_target & counts, alpha, c, IS_SIG)
 
 
 @triton.jit
