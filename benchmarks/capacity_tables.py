@@ -19,7 +19,8 @@ from write_docs import NO_RECORDS, markdown_table
 from sigsoftmax import records
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.spectrum.entry_checks import EntryChecks
-from sigsoftmax.analysis.spectrum.singular_values import Matrix
+from sigsoftmax.analysis.spectrum.factorizations import SingularValues, svd_error
+from sigsoftmax.analysis.spectrum.singular_values import spectrum_of_values
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.records.schemas.spectra import Spectrum
 
@@ -263,13 +264,14 @@ def ranks(fits: Fits) -> str:
 
 def spectrum_of(fit: CapacityResult) -> Spectrum:
     """The singular values of a fit with the noise of float64, in which fits are made."""
-    matrix = Matrix(
-        source=f"{fit.head} fitted to {fit.language}",
-        words=fit.words,
-        contexts=fit.contexts,
-        dtype=torch.float64,
-        checks=EntryChecks(log_probs=False),
-        precision=torch.float64,
-    )
     values = torch.tensor(fit.singular_values, dtype=torch.float64)
-    return matrix.spectrum(values, method="svd", began=time.perf_counter())
+    error = svd_error(float(values[0]), fit.contexts, fit.words)
+    return spectrum_of_values(
+        SingularValues(values, "svd", value_error=error),
+        fit.contexts,
+        fit.words,
+        torch.float64,
+        EntryChecks(log_probs=False),
+        source=f"{fit.head} fitted to {fit.language}",
+        began=time.perf_counter(),
+    )

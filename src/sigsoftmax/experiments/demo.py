@@ -77,9 +77,9 @@ def run(config: DemoConfig, say: Say, progress: Say = lambda _: None) -> list[Ca
     """Fit, print, draw and record. ``say`` prints a paragraph, ``progress`` replaces a line that may be lost."""
     began = time.perf_counter()
     language = config.language()
-    truth = spectrum(language.log_p_NM, source=f"log P of the language ({language.description})")
+    truth = spectrum(language.log_p_NV, source=f"log P of the language ({language.description})")
     say(
-        f"A language of known truth: {language.num_contexts} contexts, {language.num_words} words, "
+        f"A language of known truth: {language.num_contexts} contexts, {language.vocabulary} words, "
         f"log P of rank {language.log_rank} (seed {config.seed}).\n"
         "Each head is fitted with a free h for every context, free W and class bias, in float64, from several starts."
     )

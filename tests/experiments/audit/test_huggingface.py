@@ -47,7 +47,7 @@ def test_the_function_is_found_and_the_output_is_the_models(folders, kind, funct
     windows = opened.windows(None, 50, window=16, seed=0)
     contexts = opened.contexts(windows, 50, quiet, batch_tokens=32)
     assert len(contexts) == 50
-    assert torch.equal(contexts.next_words_N, windows.ids_BL[:, 1:].flatten()[:50])
+    assert torch.equal(contexts.next_tokens_N, windows.ids_BL[:, 1:].flatten()[:50])
     with torch.no_grad():
         logits = opened.model(input_ids=windows.ids_BL).logits[:, :-1].flatten(0, 1)[:50]
     expected = torch.log_softmax(logits.double(), -1)

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from sigsoftmax.analysis.log_outputs import OutputHead
-from sigsoftmax.analysis.spectrum import rank_bounds as certificates
-from sigsoftmax.analysis.spectrum.matrix_readers import from_array, from_blocks
-from sigsoftmax.analysis.spectrum.rank_bounds import matrix_rank_bounds, rank_bounds
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
+from sigsoftmax.analysis.spectrum import bounds
+from sigsoftmax.analysis.spectrum.bounds import matrix_rank_bounds, rank_bounds
+from sigsoftmax.analysis.spectrum.matrix_readers import from_array, from_blocks, from_head
 from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
 from sigsoftmax.family import OutputFunction, register_function
 from sigsoftmax.family.heads import Head
@@ -20,18 +20,18 @@ def made(contexts=400, words=300, width=10, *, bias=True, head="softmax", compon
     def normal(*shape):
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
-    hidden = normal(contexts, width) if components == 1 else normal(contexts, components, width)
-    return OutputHead(
-        hidden=hidden,
-        weight_Md=normal(words, width),
-        bias_M=normal(words) if bias else None,
-        head=head,
-        prior_logits_TK=None if components == 1 else normal(contexts, components),
-    )
+    hidden_NKd = normal(contexts, components, width)
+    layer = HeadWeights(weight_Vd=normal(words, width), bias_V=normal(words) if bias else None, head=head)
+    prior_logits_NK = None if components == 1 else normal(contexts, components)
+    return layer, Contexts(hidden_NKd=hidden_NKd, prior_logits_NK=prior_logits_NK)
 
 
-def rank_of(head, rule="press32"):
-    count = streamed_spectrum(head.source(), SpectrumOptions(method="exact")).count(rule)
+def matrix_of(model, **arguments):
+    return torch.cat(list(from_head(*model, **arguments).blocks(0)))
+
+
+def rank_of(model, rule="press32"):
+    count = streamed_spectrum(from_head(*model), SpectrumOptions(method="exact")).count(rule)
     assert count.at_least == count.at_most
     return count.rank
 
@@ -44,10 +44,10 @@ HEADS = ["softmax", "softmax(alpha=2)", "sigsoftmax", "gss(k=0.2)", "sigmoid", "
 @pytest.mark.parametrize("norm_contexts", [None, 50])
 def test_the_rank_lies_between_the_bounds(head, bias, norm_contexts):
     model = made(head=head, bias=bias)
-    found = rank_bounds(model, block_contexts=40, block_words=50, norm_contexts=norm_contexts)
+    found = rank_bounds(*model, block_contexts=40, block_tokens=50, norm_contexts=norm_contexts)
     assert found.norm_contexts == (norm_contexts or 400)
     assert found.lower <= rank_of(model) <= found.upper
-    spectrum = streamed_spectrum(model.source())
+    spectrum = streamed_spectrum(from_head(*model))
     assert spectrum.largest <= found.norm_bound
     assert spectrum.press32_threshold <= found.threshold_bound < found.counting_threshold
     # One by one, the block's singular values are no larger than those of the whole.
@@ -57,89 +57,83 @@ def test_the_rank_lies_between_the_bounds(head, bias, norm_contexts):
 
 @pytest.mark.parametrize(("bias", "rank"), [(True, 12), (False, 11)])
 def test_for_softmax_the_bounds_meet(bias, rank):
-    found = rank_bounds(made(bias=bias))
+    found = rank_bounds(*made(bias=bias))
     assert (found.lower, found.upper) == (rank, rank) == (rank_of(made(bias=bias)),) * 2
     assert "phi is linear" in found.upper_reason
     assert (found.head, found.width, found.block_contexts, found.block_words) == ("softmax", 10, 256, 256)
 
 
 def test_a_block_shows_that_sigsoftmax_exceeds_the_bound_of_softmax():
-    found = rank_bounds(made(head="sigsoftmax"), block_contexts=100, block_words=100)
+    found = rank_bounds(*made(head="sigsoftmax"), block_contexts=100, block_tokens=100)
     assert 12 < found.lower <= 100
     assert found.upper == 300
 
 
 def test_a_constant_bias_adds_nothing():
-    model = made()
-    constant = OutputHead(hidden=model.hidden, weight_Md=model.weight_Md, bias_M=torch.full((300,), 2.0))
-    assert rank_bounds(constant).upper == 11
+    layer, contexts = made()
+    constant = HeadWeights(weight_Vd=layer.weight_Vd, bias_V=torch.full((300,), 2.0))
+    assert rank_bounds(constant, contexts).upper == 11
 
 
 def test_words_and_contexts_that_are_the_same_count_once():
-    model = made(head="sigsoftmax")
-    words = OutputHead(
-        hidden=model.hidden,
-        weight_Md=model.weight_Md[:20].repeat(15, 1),
-        bias_M=model.bias_M[:20].repeat(15),
-        head=model.head,
-    )
-    found = rank_bounds(words)
-    assert found.upper == 20 >= rank_of(words)
+    layer, contexts = made(head="sigsoftmax")
+    repeated_Vd = layer.weight_Vd[:20].repeat(15, 1)
+    words = HeadWeights(weight_Vd=repeated_Vd, bias_V=layer.bias_V[:20].repeat(15), head="sigsoftmax")
+    found = rank_bounds(words, contexts)
+    assert found.upper == 20 >= rank_of((words, contexts))
     assert found.upper_reason == "20 of 300 words differ in W or bias"
-    contexts = OutputHead(hidden=model.hidden[:7].repeat(50, 1), weight_Md=model.weight_Md, head="sigsoftmax")
-    assert rank_bounds(contexts).upper == 7 >= rank_of(contexts)
+    unbiased = HeadWeights(weight_Vd=layer.weight_Vd, head="sigsoftmax")
+    few = Contexts(hidden_NKd=contexts.hidden_NKd[:7].repeat(50, 1, 1))
+    assert rank_bounds(unbiased, few).upper == 7 >= rank_of((unbiased, few))
     # A bias or a shift for each word tells words apart.
-    apart = OutputHead(hidden=model.hidden, weight_Md=words.weight_Md, bias_M=model.bias_M, head="sigsoftmax")
-    assert rank_bounds(apart).upper == 300
+    apart = HeadWeights(weight_Vd=repeated_Vd, bias_V=layer.bias_V, head="sigsoftmax")
+    assert rank_bounds(apart, contexts).upper == 300
     shifted = Head(OutputFunction("shifted_sigsoftmax", b=torch.arange(300.0)))
-    assert rank_bounds(OutputHead(hidden=model.hidden, weight_Md=words.weight_Md, head=shifted)).upper == 300
+    assert rank_bounds(HeadWeights(weight_Vd=repeated_Vd, head=shifted), contexts).upper == 300
 
 
 @pytest.mark.parametrize("norm_contexts", [None, 60])
 def test_mixtures(norm_contexts):
     model = made(head="mos(K=3)", components=3)
-    found = rank_bounds(model, block_contexts=50, block_words=50, norm_contexts=norm_contexts)
+    found = rank_bounds(*model, block_contexts=50, block_tokens=50, norm_contexts=norm_contexts)
     assert found.lower <= rank_of(model) <= found.upper == 300
-    assert streamed_spectrum(model.source()).largest <= found.norm_bound
+    assert streamed_spectrum(from_head(*model)).largest <= found.norm_bound
     assert found.lower > 12
 
 
 def test_few_words_or_contexts_leave_no_bottleneck():
-    found = rank_bounds(made(contexts=8, words=30))
+    found = rank_bounds(*made(contexts=8, words=30))
     assert found.upper == 8
     assert found.upper_reason == "the smaller side of the matrix"
 
 
 def test_thresholds_of_float64():
-    found = rank_bounds(made(), rule="numpy64")
+    found = rank_bounds(*made(), rule="numpy64")
     assert (found.lower, found.upper) == (12, 12)
     assert found.counting_threshold < 1e-6
     with pytest.raises(ValueError, match="unknown rule 'press'"):
-        rank_bounds(made(), rule="press")
+        rank_bounds(*made(), rule="press")
 
 
 @pytest.mark.parametrize("head", ["softmax", "sigsoftmax"])
 def test_the_rounding_of_large_logits_is_not_counted(head):
     """Logits around 30,000 are rounded to 0.002 in float32, far above the threshold; both heads are softmax there."""
-    model = made(bias=False, head=head)
-    offset = OutputHead(
-        hidden=torch.cat([model.hidden, torch.ones(400, 1)], 1).float(),
-        weight_Md=torch.cat([model.weight_Md, torch.full((300, 1), 3e4)], 1).float(),
-        head=head,
-    )
-    assert rank_bounds(offset).lower == 11
+    layer, contexts = made(bias=False, head=head)
+    weight_Vd, hidden_Nd = layer.weight_Vd, contexts.hidden_NKd[:, 0]
+    offset = HeadWeights(weight_Vd=torch.cat([weight_Vd, torch.full((300, 1), 3e4)], 1).float(), head=head)
+    assert rank_bounds(offset, Contexts.of_rows(torch.cat([hidden_Nd, torch.ones(400, 1)], 1).float())).lower == 11
     with pytest.raises(ValueError, match="overflow float32"):
-        rank_bounds(OutputHead(hidden=model.hidden * 1e30, weight_Md=model.weight_Md * 1e30, head=head))
+        rank_bounds(HeadWeights(weight_Vd=weight_Vd * 1e30, head=head), Contexts.of_rows(hidden_Nd * 1e30))
 
 
 def test_what_rounding_does_is_bounded_in_both_arithmetics(monkeypatch):
     model = made(head="sigsoftmax", width=40)
-    exact = torch.cat(list(model.source(dtype=torch.float64).blocks(0)))
+    exact = matrix_of(model, dtype=torch.float64)
     for share, dtype, least in ((math.inf, torch.float32, 1e-7), (0.0, torch.float64, 1e-16)):
-        monkeypatch.setattr(certificates, "ROUNDING_SHARE", share)
-        found = rank_bounds(model, block_contexts=300, block_words=300)
+        monkeypatch.setattr(bounds, "ROUNDING_SHARE", share)
+        found = rank_bounds(*model, block_contexts=300, block_tokens=300)
         rounding = found.counting_threshold - found.threshold_bound
-        rounded = torch.cat(list(model.source(dtype=torch.float32, quick=True).blocks(0)))
+        rounded = matrix_of(model, dtype=torch.float32, quick=True)
         error = float(torch.linalg.matrix_norm(exact - rounded, 2))
         scale = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
         assert error * scale < rounding
@@ -149,7 +143,7 @@ def test_what_rounding_does_is_bounded_in_both_arithmetics(monkeypatch):
 
 
 def test_the_same_seed_draws_the_same_block():
-    first, second, other = (rank_bounds(made(), block_contexts=30, seed=seed) for seed in (1, 1, 2))
+    first, second, other = (rank_bounds(*made(), block_contexts=30, seed=seed) for seed in (1, 1, 2))
     assert first.block_singular_values == second.block_singular_values != other.block_singular_values
 
 
@@ -158,15 +152,15 @@ def test_what_cannot_be_bounded_must_be_computed():
     per_class = Head(OutputFunction("shifted_sigsoftmax", b=torch.zeros(300)))
     for head in ("square", "gss(k=-1)", per_class):
         with pytest.raises(ValueError, match="ask for norm_contexts=400, or give fewer contexts"):
-            rank_bounds(made(head=head), block_contexts=30, norm_contexts=30)
-        assert rank_bounds(made(head=head), block_contexts=30).norm_contexts == 400
+            rank_bounds(*made(head=head), block_contexts=30, norm_contexts=30)
+        assert rank_bounds(*made(head=head), block_contexts=30).norm_contexts == 400
 
 
 def test_work_is_limited_by_default(monkeypatch):
-    monkeypatch.setattr(certificates, "NORM_FLOPS", 2.0 * 300 * 10 * 350)
-    assert rank_bounds(made()).norm_contexts == 350
+    monkeypatch.setattr(bounds, "NORM_FLOPS", 2.0 * 300 * 10 * 350)
+    assert rank_bounds(*made()).norm_contexts == 350
     seen = []
-    rank_bounds(made(), progress=seen.append)
+    rank_bounds(*made(), progress=seen.append)
     assert seen[-1].contexts == seen[-1].total_contexts == 350
 
 
@@ -174,25 +168,24 @@ def test_work_is_limited_by_default(monkeypatch):
 
 
 def test_a_stored_matrix():
-    model = made()
-    matrix = torch.cat(list(model.source().blocks(0)))
-    found = matrix_rank_bounds(from_array(matrix), head="softmax", width=10, block_contexts=60, block_words=60)
+    matrix = matrix_of(made())
+    found = matrix_rank_bounds(from_array(matrix), head="softmax", width=10, block_contexts=60, block_tokens=60)
     assert (found.lower, found.upper) == (12, 12)
     assert found.norm_bound == pytest.approx(float(matrix.norm()), rel=1e-6)
-    unknown = matrix_rank_bounds(from_blocks(matrix.split(33), contexts=400, words=300))
+    unknown = matrix_rank_bounds(from_blocks(matrix.split(33), contexts=400, vocabulary=300))
     assert (unknown.lower, unknown.upper, unknown.width, unknown.head) == (12, 300, None, "")
 
 
 def test_a_matrix_that_is_not_what_it_was_said_to_be():
-    matrix = torch.cat(list(made(head="sigsoftmax").source().blocks(0)))
+    matrix = matrix_of(made(head="sigsoftmax"))
     with pytest.raises(ValueError, match=r"more than the 12 that theory allows .* check head, width and bias"):
         matrix_rank_bounds(from_array(matrix), head="softmax", width=10)
-    with pytest.raises(ValueError, match="knows how many contexts and words"):
+    with pytest.raises(ValueError, match="knows its contexts and its vocabulary"):
         matrix_rank_bounds(from_blocks([matrix]))
     with pytest.raises(ValueError, match="ended after 400 contexts, expected 500"):
-        matrix_rank_bounds(from_blocks([matrix], contexts=500, words=300))
-    with pytest.raises(ValueError, match="block_words must be at least 1"):
-        matrix_rank_bounds(from_array(matrix), block_words=0)
+        matrix_rank_bounds(from_blocks([matrix], contexts=500, vocabulary=300))
+    with pytest.raises(ValueError, match="block_tokens must be at least 1"):
+        matrix_rank_bounds(from_array(matrix), block_tokens=0)
     matrix[3, 4] = math.nan
     with pytest.raises(ValueError, match="nan at row 3, column 4"):
         matrix_rank_bounds(from_array(matrix))
