@@ -42,7 +42,7 @@ def test_the_function_is_found_and_the_output_is_the_models(folders, kind, funct
     opened = open_model(str(folders[kind]), memory=MEMORY)
     assert (str(opened.layer.function), opened.scale) == (function, pytest.approx(scale))
     assert words in opened.how_known
-    assert (opened.layer.words, opened.layer.width) == (WORDS, WIDTH)
+    assert (opened.layer.vocabulary, opened.layer.width) == (WORDS, WIDTH)
 
     windows = opened.windows(None, 50, window=16, seed=0)
     contexts = opened.contexts(windows, 50, quiet, batch_tokens=32)

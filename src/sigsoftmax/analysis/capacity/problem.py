@@ -1,8 +1,9 @@
 """Fitting a head to given distributions with everything free: each context's h, the output matrix, the class bias.
 
 The loss is the weighted mean over contexts of KL(P || Q). Its gradient by the logits is the family's,
-``slope(z) * (f - P)``, and that of a mixture follows from the responsibilities, so autograd is not needed; what phi
-is stays in ``family``. Nothing is learned or generalised here: the least KL is what the head *can* express.
+``slope(z) * (f - P)``, and that of a mixture follows from the responsibilities: autograd takes five times as long, and
+serves the few parameters of phi alone. What phi is stays in ``family``. Nothing is learned or generalised here: the
+least KL is what the head *can* express.
 
 Shapes: N contexts, V vocabulary, K components, d width. A point of the search is one flat float64 vector; ``Parts`` are
 its views.
@@ -68,22 +69,22 @@ class Problem:
         self.size = sum(math.prod(shape) for shape in self._shapes)
 
     def views(self, x: Tensor) -> Parts:
+        """The parts of a point."""
         pieces = x.split([math.prod(shape) for shape in self._shapes])
         views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
-        is_mixture = self.head.components > 1
-        learned = dict(zip(self.learned, views[3 if is_mixture else 2 :], strict=True))
-        return Parts(views[0], views[1], views[2] if is_mixture else None, learned)
+        prior_NK = views.pop(2) if self.head.components > 1 else None
+        return Parts(views[0], views[1], prior_NK, dict(zip(self.learned, views[2:], strict=True)))
 
     def function_at(self, x: Tensor) -> OutputFunction:
         return self.head.with_learned(self.views(x).learned)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(N * K, M)"""
+        """The logits of all components, (N * K, V)."""
         parts = self.views(x)
         return torch.addmm(parts.output_Ve[:, -1], parts.h_Rd, parts.output_Ve[:, :-1].T)
 
     def log_output(self, x: Tensor) -> Tensor:
-        """log Q, (N, M), by the reference backend: what every reported figure is computed from."""
+        """log Q, (N, V), by the reference backend: what every reported figure is computed from."""
         function, prior_NK = self.function_at(x), self.views(x).prior_NK
         form, arguments = function.form, function.arguments(self.vocabulary)
         z_RV = self.logits(x)
@@ -102,6 +103,7 @@ class Problem:
         gradient = torch.zeros_like(x)
         parts, slots = self.views(x), self.views(gradient)
         function = self.function_at(x)
+        leaves = {key: value.detach().clone().requires_grad_() for key, value in parts.learned.items()}
         w_Vd, bias_V = parts.output_Ve[:, :-1], parts.output_Ve[:, -1]
         components = self.head.components
         kl = self.negative_entropy
@@ -119,8 +121,11 @@ class Problem:
                 )
                 slots.prior_NK[of_contexts] = prior_error_NK
             kl += cross_entropy
-            if parts.learned:
-                self._add_learned_gradients(z_RV, error_RV, parts, slots)
+            if leaves:
+                # Rows of the error sum to 0, so that offsets of phi do not count.
+                learned = torch.autograd.grad(self.head.with_learned(leaves).phi(z_RV), [*leaves.values()], error_RV)
+                for key, value in zip(leaves, learned, strict=True):
+                    slots.learned[key].add_(value)
             error_RV.mul_(self.linear_slope if self.linear_slope is not None else function.slope(z_RV))
             torch.mm(error_RV, w_Vd, out=slots.h_Rd[of_rows])
             slots.output_Ve[:, :-1].addmm_(error_RV.T, h_Rd)
@@ -148,19 +153,6 @@ class Problem:
         share_NK = torch.bmm(f_NKV, ratio_NV[..., None])[..., 0]
         error_NKV = (share_NK[..., None] - ratio_NV[:, None]).mul_(f_NKV).mul_(prior_NK[..., None])
         return cross_entropy, error_NKV.view_as(log_g_RV), prior_NK * (self.weights_N[of_contexts, None] - share_NK)
-
-    def _add_learned_gradients(self, z_RV: Tensor, error_RV: Tensor, parts: Parts, slots: Parts) -> None:
-        """Chain rule through the arguments of the form. Rows of the error sum to 0, so offsets do not count."""
-        leaves = {key: value.detach().clone().requires_grad_() for key, value in parts.learned.items()}
-        function = self.head.with_learned(leaves)
-        arguments = function.arguments(self.vocabulary)
-        slopes, _ = function.form.argument_slopes(z_RV, z_RV.amax(-1, keepdim=True), *(a.detach() for a in arguments))
-        trained = [
-            (a, (error_RV * s).sum_to_size(a.shape)) for a, s in zip(arguments, slopes, strict=True) if a.requires_grad
-        ]
-        found = torch.autograd.grad([a for a, _ in trained], list(leaves.values()), [g for _, g in trained])
-        for key, value in zip(leaves, found, strict=True):
-            slots.learned[key].add_(value)
 
     def preconditioner_at(self, x: Tensor) -> Apply:
         """Inverse blocks of the Fisher information, with f replaced by its mean over contexts.

@@ -5,7 +5,8 @@ the block's values above the whole matrix's absolute threshold are no more than 
 sigma_max of the whole, for which any upper bound will do; the Frobenius norm is one. Entries that are computed here are
 rounded: some contexts are computed with more precision as well, and what they differ by raises norm and threshold.
 
-From above: what theory knows, see rank_theory.
+From above: for a linear phi, log f = h W^T + bias - a number per context has rank at most d + 1, with a bias d + 2. For
+any other phi or a mixture theory knows no bound but the number of different rows of W and of different contexts.
 
 Shapes: N contexts, V vocabulary, B contexts that are read at once, R contexts and C tokens of the block, K components,
 d width.
@@ -13,6 +14,7 @@ d width.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from typing import Any, NamedTuple
@@ -25,11 +27,11 @@ from sigsoftmax.analysis.progress import OnProgress, Progress
 from sigsoftmax.analysis.spectrum.entry_checks import SIXTEEN_BITS, EntryChecks
 from sigsoftmax.analysis.spectrum.factorizations import exact_values, gram_values
 from sigsoftmax.analysis.spectrum.matrix_readers import MatrixReader, from_head, tensors
-from sigsoftmax.analysis.spectrum.rank_theory import SMALLER_SIDE, linear_bound, upper_bound
 from sigsoftmax.family.heads import Head
+from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.records.schemas.spectra import RULES, RankBounds
 
-__all__ = ["matrix_rank_bounds", "rank_bounds"]
+__all__ = ["matrix_rank_bounds", "rank_bounds", "upper_bound"]
 
 BLOCK_CONTEXTS, BLOCK_TOKENS = 2, 8
 """sides of the block, in units of d + 2: more tokens raise every singular value, and cost less than more contexts"""
@@ -44,6 +46,9 @@ ENTRY_MARGIN = 2.0
 """An entry may be off by so much more than those that were compared. Errors are taken to be of this size everywhere and
 of the worst signs; those of independent signs make a matrix of a norm that is smaller by sqrt(R C) / (sqrt R + sqrt C).
 """
+SMALLER_SIDE = "the smaller side of the matrix"
+ROWS_AT_ONCE = 2**12
+"""rows of W that are compared with all others at once"""
 SINGLE_MARGIN, DOUBLE_MARGIN = 1e-4, 1e-9
 """relative, by the dtype of the entries; far above the rounding of a sum of squares"""
 
@@ -132,7 +137,7 @@ def matrix_rank_bounds(
     is_bounded = parsed is not None and parsed.is_softmax and width is not None
     return _bounds(
         block.values_RC,
-        *(linear_bound(width, has_bias, full) if is_bounded and width is not None else (full, SMALLER_SIDE)),
+        *(_linear_bound(width, has_bias, full) if is_bounded and width is not None else (full, SMALLER_SIDE)),
         # The entries are the matrix, whatever they were computed from.
         rounding=0.0,
         rule=rule,
@@ -146,6 +151,42 @@ def matrix_rank_bounds(
         seed=seed,
         began=began,
     )
+
+
+def upper_bound(layer: HeadWeights, contexts: Contexts) -> tuple[int, str]:
+    """The bound, and what it rests on in plain text."""
+    full = min(layer.vocabulary, len(contexts))
+    if layer.is_softmax:
+        has_bias = layer.bias_V is not None and bool((layer.bias_V != layer.bias_V[0]).any())
+        return _linear_bound(layer.width, has_bias, full)
+    per_token = [layer.weight_Vd, layer.bias_V]
+    for argument, kind in zip(layer.function.arguments(layer.vocabulary), layer.function.argument_kinds(), strict=True):
+        per_token += [argument] if kind is ParameterKind.PER_CLASS else []
+    different_tokens = _different_rows(per_token)
+    different_contexts = _different_rows([contexts.hidden_NKd, contexts.prior_logits_NK])
+    if min(different_tokens, different_contexts) == full:
+        return full, f"{SMALLER_SIDE}: phi is not linear, and theory knows no other bound"
+    if different_tokens <= different_contexts:
+        return different_tokens, f"{different_tokens} of {layer.vocabulary} words differ in W or bias"
+    return different_contexts, f"{different_contexts} of {len(contexts)} contexts differ"
+
+
+def _linear_bound(width: int, has_bias: bool, full: int) -> tuple[int, str]:
+    """The bound for a linear phi, if that is below the smaller side ``full`` of the matrix."""
+    if width + 1 + has_bias >= full:
+        return full, SMALLER_SIDE
+    reason = "d + 2 (h, bias, normaliser)" if has_bias else "d + 1 (h, normaliser)"
+    return width + 1 + has_bias, f"phi is linear: {reason}"
+
+
+def _different_rows(tensors_N: list[Tensor | None]) -> int:
+    """The number of different rows, the tensors taken side by side."""
+    digests: set[bytes] = set()
+    given = [tensor for tensor in tensors_N if tensor is not None]
+    for parts in zip(*(tensor.detach().split(ROWS_AT_ONCE) for tensor in given), strict=True):
+        bits = [part.cpu().reshape(len(part), -1).contiguous().view(torch.uint8) for part in parts]
+        digests.update(hashlib.blake2b(row.data, digest_size=16).digest() for row in torch.cat(bits, 1).numpy())
+    return len(digests)
 
 
 def _arithmetic(
