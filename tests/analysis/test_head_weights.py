@@ -82,8 +82,9 @@ def test_precision_of_products_is_put_back():
 def test_memory_bounds_the_rows():
     weight_Vd, _, _, _ = tensors()
     layer = HeadWeights(weight_Vd=weight_Vd)
-    assert layer.rows_at_once(1) == 1
-    assert layer.rows_at_once(100 * 6 * 30 * 8) == 100
+    contexts = Contexts(hidden_NKd=tensors(contexts=150)[2])
+    assert [(stop, len(chosen)) for stop, chosen in layer.blocks(contexts, 100 * 6 * 30 * 8)] == [(100, 100), (150, 50)]
+    assert {len(chosen) for _, chosen in layer.blocks(contexts, 1)} == {1}
 
 
 @pytest.mark.parametrize(

@@ -149,16 +149,22 @@ class HeadWeights:
                     slice_BV.copy_(functional.log_probs(slice_BV, function=self.function, backend=backend))
             return log_f_NV
 
-    def log_prior(self, contexts: Contexts) -> Tensor | None:
-        """The logarithm of the prior, (N, K) in float64; None for a single component."""
-        if contexts.prior_logits_NK is None:
-            return None
+    def by_component(self, contexts: Contexts) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits and log f of every component, (N, K, V), and the log of the prior, (N, K), in float64."""
+        logits_NKV = self.logits(contexts.hidden_NKd.flatten(0, 1)).unflatten(0, contexts.hidden_NKd.shape[:2])
+        log_f_NKV = normalizing.log_probs(logits_NKV, self.function.form, self.function.arguments(self.vocabulary))
+        prior_logits_NK = contexts.prior_logits_NK
+        if prior_logits_NK is None:
+            return logits_NKV, log_f_NKV, logits_NKV.new_zeros(len(contexts), 1)
         prior = OutputFunction.parse(prior_of(self.function, None))
-        return normalizing.log_probs(contexts.prior_logits_NK.to(torch.float64), prior.form, prior.arguments())
+        log_prior_NK = normalizing.log_probs(prior_logits_NK.to(torch.float64), prior.form, prior.arguments())
+        return logits_NKV, log_f_NKV, log_prior_NK.to(logits_NKV)
 
-    def rows_at_once(self, memory: int) -> int:
-        """The number of contexts that can be worked on at once, in float64, within so many bytes."""
-        return max(1, memory // (TEMPORARIES * self.components * self.vocabulary * torch.float64.itemsize))
+    def blocks(self, contexts: Contexts, memory: int) -> Iterator[tuple[int, Contexts]]:
+        """Parts of the contexts that can be worked on, in float64, within so many bytes; before each where it ends."""
+        rows = max(1, memory // (TEMPORARIES * self.components * self.vocabulary * torch.float64.itemsize))
+        for block in blocks_of(len(contexts), rows):
+            yield block.stop, contexts[block]
 
     def check(self, contexts: Contexts) -> None:
         """Raise a ValueError unless the contexts are this layer's."""

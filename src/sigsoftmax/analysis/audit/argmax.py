@@ -172,10 +172,6 @@ class Cone:
         for part in blocks_of(self.vocabulary, TOKENS_AT_ONCE):
             yield self.rows(part, dtype)
 
-    def differences(self, token: int, rivals_J: Tensor) -> NDArray[np.float64]:
-        """D_j of some rivals, (J, e)."""
-        return ((self.rows(slice(token, token + 1)) - self.rows(rivals_J)) / self.unit).numpy()
-
     def margins(self, tokens_I: Tensor, x_Ie: Tensor) -> Tensor:
         """D_j x in the dtype of x, inf for the token itself. (I, V)"""
         scores_IV = torch.cat([x_Ie @ rows.T for rows in self._parts(x_Ie.dtype)], 1).div_(-self.unit)
@@ -264,7 +260,7 @@ def decide_by_programs(cone: Cone, token: int, rivals_J: Tensor, *, seconds: flo
     objective = np.zeros(cone.columns + 1)
     objective[-1] = -1.0
     while (left := ends - time.perf_counter()) > 0.0:
-        differences_Je = cone.differences(token, others)
+        differences_Je = ((cone.rows(token_1) - cone.rows(others)) / cone.unit).numpy()
         limits = np.concatenate([-differences_Je, np.ones((len(others), 1))], 1)
         tolerances = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9, "time_limit": left}
         solved = linprog(

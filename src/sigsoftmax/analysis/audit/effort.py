@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sigsoftmax.analysis.capacity.curves import CapacityConfig, planned_fits
@@ -83,59 +84,48 @@ def audit_steps(
     bounds_contexts: int = 0,
 ) -> list[Step]:
     """The parts of an audit with the time of each; ``bounds_contexts``, where the bounds have more contexts."""
-    n, v, d = float(contexts), float(vocabulary), float(width or 0)
-
-    def seconds(*, products32: float = 0.0, products64: float = 0.0, elements: float = 0.0) -> float:
-        return products32 / machine.products32 + products64 / machine.products64 + elements / machine.elements
-
-    steps = []
-    if operations_per_context:
-        steps.append(Step("the model", seconds(products32=n * operations_per_context)))
-    rows = v * components
-    if width is not None:
-        steps.append(Step("log-probabilities", seconds(products64=2.0 * n * d * rows, elements=4.0 * n * rows)))
-        # Rows over the whole vocabulary, and the singular values of a block; see spectrum.bounds.
-        bounded = max(n, float(bounds_contexts), 1.5 * (d + 2.0))
-        block = min(3.0 * (d + 2.0), bounded)
-        bounds = seconds(
-            products32=2.0 * bounded * d * rows,
-            elements=2.0 * bounded * rows,
-            # Half of the work on the eigenvalues is done by one core, at the speed of the memory.
-            products64=12.0 * block**2 * (d + 2.0) + 8.0 * block**3,
-        )
-        steps.append(Step("rank bounds", bounds))
-    if not contexts:
-        return steps
-    least = min(n, v)
-    steps.append(Step("spectrum", seconds(products64=2.0 * least * n * v + 4.0 * least**3)))
-    if truncated:
-        passes = 6.0 * n * n * v + 9.0 * n**3
-        steps.append(Step("truncation", seconds(products64=passes, elements=3.0 * truncated * n * v)))
-    if width is not None:
-        m = min(float(sampled), n)
-        one_pass = seconds(products64=2.0 * m * d * rows, elements=5.0 * m * rows)
-        steps.append(Step("nonlinearity of phi", one_pass * (1.0 if is_softmax else 9.0)))
-        steps.append(Step("gradients", seconds(products64=2.0 * v * d * d) + 2.0 * one_pass))
-        if argmax_tokens:
-            search = seconds(products64=2.0 * v * d * d, products32=6.0 * min(argmax_tokens, v) * v * d)
-            steps.append(Step("words that can come first", min(search, argmax_seconds)))
-    return steps
+    n, v, d, m = float(contexts), float(vocabulary), float(width or 0), float(min(sampled, contexts))
+    has_layer, row = width is not None, v * components
+    bounded = max(n, float(bounds_contexts), 1.5 * (d + 2.0))
+    block, least = min(3.0 * (d + 2.0), bounded), min(n, v)
+    # Half of the work on the eigenvalues of a block is done by one core, at the speed of the memory.
+    of_block = 12.0 * block**2 * (d + 2.0) + 8.0 * block**3
+    slopes = 1.0 if is_softmax else 9.0
+    argmax = "words that can come first"
+    # Name, condition, products in float32 and in float64, exponentials.
+    table = (
+        ("the model", operations_per_context > 0.0, n * operations_per_context, 0.0, 0.0),
+        ("log-probabilities", has_layer, 0.0, 2.0 * n * d * row, 4.0 * n * row),
+        ("rank bounds", has_layer, 2.0 * bounded * d * row, of_block, 2.0 * bounded * row),
+        ("spectrum", contexts, 0.0, 2.0 * least * n * v + 4.0 * least**3, 0.0),
+        ("truncation", contexts and truncated, 0.0, 6.0 * n * n * v + 9.0 * n**3, 3.0 * truncated * n * v),
+        ("nonlinearity of phi", contexts and has_layer, 0.0, slopes * 2.0 * m * d * row, slopes * 5.0 * m * row),
+        ("gradients", contexts and has_layer, 0.0, 2.0 * v * d * d + 4.0 * m * d * row, 10.0 * m * row),
+        (argmax, contexts and has_layer and argmax_tokens, 6.0 * min(argmax_tokens, v) * v * d, 2.0 * v * d * d, 0.0),
+    )
+    seconds = {
+        name: single / machine.products32 + double / machine.products64 + elements / machine.elements
+        for name, is_done, single, double, elements in table
+        if is_done
+    }
+    if argmax in seconds:
+        seconds[argmax] = min(seconds[argmax], argmax_seconds)
+    return [Step(name, value) for name, value in seconds.items()]
 
 
 def fit_seconds(target: Distributions, config: CapacityConfig) -> float:
     """The time that the fits of a configuration may take, from one evaluation of a small and of a large one."""
     fits = planned_fits(config)
-    widths = sorted({width for _, width in fits})
-    cost: dict[int, float] = {}
-    for width in {widths[0], widths[-1]}:
+    ends = [extreme(width for _, width in fits) for extreme in (min, max)]
+    costs = []
+    for width in ends:
         problem = Problem(target.log_p_NV, Head.parse("softmax"), width, target.weights_N)
         point = random_start(problem, torch.Generator().manual_seed(0))
-        cost[width] = _seconds(functools.partial(problem.evaluate, point))
+        costs.append(_seconds(functools.partial(problem.evaluate, point)))
     total = 0.0
     for text, width in fits:
         head = Head.parse(text)
-        share = (width - widths[0]) / max(widths[-1] - widths[0], 1)
-        evaluation = cost[widths[0]] + share * (cost[widths[-1]] - cost[widths[0]])
+        evaluation = float(np.interp(width, ends, costs))
         slowed = 1.0 if head.function.is_linear else 1.6
         steps = STEP * min(config.budget.iterations, _usual_steps(head))
         total += evaluation * head.components * slowed * steps * max(config.least_starts, config.random_starts + 1)

@@ -23,7 +23,7 @@ from sigsoftmax.analysis.audit.argmax import argmax_counts, has_rising_phi
 from sigsoftmax.analysis.audit.gradient_share import gradient_share
 from sigsoftmax.analysis.audit.nonlinearity import use_of_nonlinearity
 from sigsoftmax.analysis.audit.truncation import truncation, truncation_widths
-from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, blocks_of
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.analysis.progress import Progress, Say, nothing_said
 from sigsoftmax.analysis.spectrum.bounds import rank_bounds
 from sigsoftmax.analysis.spectrum.matrix_readers import from_array
@@ -112,9 +112,9 @@ def contexts_within(memory: int, vocabulary: int, layer: HeadWeights | None, *, 
 def log_probs_of(layer: HeadWeights, contexts: Contexts, *, memory: int, progress: Say) -> Tensor:
     """The log-probabilities, (N, V) in float64, a block of contexts at a time."""
     out_NV = torch.empty(len(contexts), layer.vocabulary, dtype=torch.float64, device=layer.weight_Vd.device)
-    for block in blocks_of(len(contexts), layer.rows_at_once(memory // 8)):
-        progress(f"log-probabilities: context {block.stop} of {len(contexts)}")
-        out_NV[block] = layer.log_probs(contexts[block])
+    for stop, chosen in layer.blocks(contexts, memory // 8):
+        progress(f"log-probabilities: context {stop} of {len(contexts)}")
+        out_NV[stop - len(chosen) : stop] = layer.log_probs(chosen)
     return out_NV
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from sigsoftmax.analysis.head_weights import TOKENS_AT_ONCE, Contexts, HeadWeights, blocks_of
 from sigsoftmax.analysis.progress import Say, nothing_said
 from sigsoftmax.analysis.spectrum.factorizations import add_product
-from sigsoftmax.contract import normalizing
 from sigsoftmax.records.schemas.audits import GradientShare
 
 __all__ = ["gradient_share"]
@@ -40,9 +39,9 @@ def gradient_share(
     root_dr = _whitening(layer)
     generator = torch.Generator().manual_seed(seed)
     shares: list[Tensor] = []
-    for block in blocks_of(len(contexts), layer.rows_at_once(memory)):
-        progress(f"gradients: context {block.stop} of {len(contexts)}")
-        gradient_NKV = _gradient(layer, contexts[block], generator)
+    for stop, chosen in layer.blocks(contexts, memory):
+        progress(f"gradients: context {stop} of {len(contexts)}")
+        gradient_NKV = _gradient(layer, chosen, generator)
         # W's columns receive g of each component apart; a context's gradient is that of all its components.
         passed = torch.zeros(*gradient_NKV.shape[:2], layer.width).to(gradient_NKV)
         for tokens in blocks_of(layer.vocabulary, TOKENS_AT_ONCE):
@@ -84,16 +83,13 @@ def _whitening(layer: HeadWeights) -> Tensor:
 
 def _gradient(layer: HeadWeights, contexts: Contexts, generator: torch.Generator) -> Tensor:
     """dL/dz of L = -log f(next token), (N, K, V), from the family's formula."""
-    function, (count, components, _) = layer.function, contexts.hidden_NKd.shape
-    z_NKV = layer.logits(contexts.hidden_NKd.flatten(0, 1)).view(count, components, -1)
-    log_f_NKV = normalizing.log_probs(z_NKV, function.form, function.arguments(layer.vocabulary))
-    prior_NK = layer.log_prior(contexts)
-    joint_NKV = log_f_NKV if prior_NK is None else log_f_NKV + prior_NK.to(log_f_NKV)[..., None]
+    z_NKV, log_f_NKV, log_prior_NK = layer.by_component(contexts)
+    joint_NKV = log_f_NKV + log_prior_NK[..., None]
     next_N = contexts.next_tokens_N
     if next_N is None:
         next_N = torch.multinomial(torch.logsumexp(joint_NKV, 1).exp().cpu(), 1, generator=generator)[:, 0]
-    index_NK1 = next_N.to(z_NKV.device).view(-1, 1, 1).expand(-1, components, 1)
+    index_NK1 = next_N.to(z_NKV.device).view(-1, 1, 1).expand(-1, layer.components, 1)
     # The loss of a mixture falls on its components by their responsibility for the next token.
     share_NK1 = torch.softmax(joint_NKV.gather(-1, index_NK1), 1)
     error_NKV = log_f_NKV.exp_().mul_(share_NK1).scatter_add_(-1, index_NK1, -share_NK1)
-    return error_NKV.mul_(function.slope(z_NKV))
+    return error_NKV.mul_(layer.function.slope(z_NKV))

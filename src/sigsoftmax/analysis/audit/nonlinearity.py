@@ -4,22 +4,20 @@ Far from its bend phi is a line, and where all logits of a context lie on one li
 logits. Two measures say how far a layer is from that: the share of logits (and of probability) that lie in the bend,
 and KL(f(z) || softmax(a z)) for the best single slope a, which is the nearest affine phi.
 
-Shapes: N contexts, V vocabulary, R rows of logits (N times the components), L lines.
+Shapes: N contexts, K components, R = N * K rows, V vocabulary, L lines.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, blocks_of
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.analysis.probing import settled_slope
 from sigsoftmax.analysis.progress import Say, nothing_said
-from sigsoftmax.contract import normalizing
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.records.schemas.audits import Bend, ShareOnLine
 
@@ -63,14 +61,16 @@ def use_of_nonlinearity(
     # Columns: logits, and probability; the last row is the bend.
     shares_L2 = torch.zeros(len(lines) + 1, 2, dtype=torch.float64)
     lowest, highest = math.inf, -math.inf
-    for stop, z_RV, log_f_RV, prior_R in _blocks(layer, contexts, memory):
+    for stop, chosen in layer.blocks(contexts, memory):
         progress(f"slopes of phi: context {stop} of {len(contexts)}")
-        f_RV = log_f_RV.exp_().mul_(prior_R[:, None])
-        lowest, highest = min(lowest, z_RV.min().item()), max(highest, z_RV.max().item())
-        line_RV = _line_of(layer.function.slope(z_RV), lines)
+        z_NKV, log_f_NKV, log_prior_NK = layer.by_component(chosen)
+        # A component counts as much as its prior.
+        f_NKV = log_f_NKV.exp_().mul_(log_prior_NK.exp()[..., None])
+        lowest, highest = min(lowest, z_NKV.min().item()), max(highest, z_NKV.max().item())
+        line_NKV = _line_of(layer.function.slope(z_NKV), lines)
         for number in range(len(lines) + 1):
-            on_line = line_RV == number
-            shares_L2[number] += torch.stack([on_line.sum().double(), f_RV[on_line].sum().double()]).cpu()
+            on_line = line_NKV == number
+            shares_L2[number] += torch.stack([on_line.sum().double(), f_NKV[on_line].sum()]).cpu()
     shares_L2 /= len(contexts) * torch.tensor([layer.components * layer.vocabulary, 1.0], dtype=torch.float64)
     *on_lines, in_bend = shares_L2.tolist()
     own_slope = layer.function.properties.affine_slope if layer.is_softmax else None
@@ -93,25 +93,14 @@ def use_of_nonlinearity(
     )
 
 
-def _blocks(layer: HeadWeights, contexts: Contexts, memory: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Contexts so far; then of some contexts the logits, log f and prior of every component: (R, V), (R, V), (R,)."""
-    form, arguments = layer.function.form, layer.function.arguments(layer.vocabulary)
-    for block in blocks_of(len(contexts), layer.rows_at_once(memory)):
-        chosen = contexts[block]
-        z_RV = layer.logits(chosen.hidden_NKd.flatten(0, 1))
-        log_prior_NK = layer.log_prior(chosen)
-        prior_R = z_RV.new_ones(len(z_RV)) if log_prior_NK is None else log_prior_NK.to(z_RV).exp().flatten()
-        yield block.stop, z_RV, normalizing.log_probs(z_RV, form, arguments), prior_R
-
-
-def _line_of(slope_RV: Tensor, lines: list[Line]) -> Tensor:
+def _line_of(slope_NKV: Tensor, lines: list[Line]) -> Tensor:
     """The number of the line that each logit lies on; the number of lines for the bend."""
-    slopes = [line.slope.to(slope_RV) for line in lines]
+    slopes = [line.slope.to(slope_NKV) for line in lines]
     # With one line alone there is no distance to measure by: only the line itself counts.
     width = TOLERANCE * (torch.stack(slopes).amax(0) - torch.stack(slopes).amin(0)) if slopes else 0.0
-    result = torch.full(slope_RV.shape, len(lines), dtype=torch.int8, device=slope_RV.device)
+    result = torch.full(slope_NKV.shape, len(lines), dtype=torch.int8, device=slope_NKV.device)
     for number, slope in enumerate(slopes):
-        result.masked_fill_((slope_RV - slope).abs() <= width, number)
+        result.masked_fill_((slope_NKV - slope).abs() <= width, number)
     return result
 
 
@@ -127,7 +116,8 @@ def nearest_slope(
 
     def derivatives(slope: float) -> list[float]:
         sums = torch.zeros(3, dtype=torch.float64)
-        for _, z_RV, log_f_RV, prior_R in _blocks(layer, contexts, memory):
+        for _, chosen in layer.blocks(contexts, memory):
+            z_RV, log_f_RV, log_prior_R = (part.flatten(0, 1) for part in layer.by_component(chosen))
             # Less the row's largest: the means cancel, and their difference is small.
             z_RV -= z_RV.amax(-1, keepdim=True)
             log_q_RV = torch.log_softmax(slope * z_RV, -1)
@@ -136,7 +126,7 @@ def nearest_slope(
             kl_R = (f_RV * (log_f_RV - log_q_RV)).sum(-1)
             tilt_R = mean_R - (f_RV * z_RV).sum(-1)
             variance_R = (q_RV * (z_RV - mean_R[:, None]).square_()).sum(-1)
-            sums += (torch.stack([kl_R, tilt_R, variance_R]) @ prior_R).cpu()
+            sums += (torch.stack([kl_R, tilt_R, variance_R]) @ log_prior_R.exp()).cpu()
         return (sums / len(contexts)).tolist()
 
     # q's mean of z rises with the slope: the root lies where it meets that of f.

@@ -5,6 +5,7 @@ Shapes: N contexts, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import signal
 from collections.abc import Callable, Generator, Sequence
@@ -105,17 +106,16 @@ def contained_pairs(results: Sequence[CapacityResult]) -> list[tuple[CapacityRes
     so a pair that is out of order is a mistake of the program, not of the optimiser.
     """
     pairs = []
-    for larger in results:
-        for smaller in results:
-            same_head = larger.head == smaller.head and larger.width > smaller.width
-            at_width = larger.head != smaller.head and larger.width == smaller.width
-            if same_head or (at_width and contains(Head.parse(larger.head), Head.parse(smaller.head))):
-                if larger.kl > smaller.kl + 1e-9:
-                    raise RuntimeError(
-                        f"{larger.head} of width {larger.width} contains {smaller.head} of width {smaller.width}, but "
-                        f"its KL is {larger.kl:.9g} against {smaller.kl:.9g}"
-                    )
-                pairs.append((larger, smaller))
+    for larger, smaller in itertools.permutations(results, 2):
+        same_head = larger.head == smaller.head and larger.width > smaller.width
+        at_width = larger.head != smaller.head and larger.width == smaller.width
+        if same_head or (at_width and contains(Head.parse(larger.head), Head.parse(smaller.head))):
+            if larger.kl > smaller.kl + 1e-9:
+                raise RuntimeError(
+                    f"{larger.head} of width {larger.width} contains {smaller.head} of width {smaller.width}, but its "
+                    f"KL is {larger.kl:.9g} against {smaller.kl:.9g}"
+                )
+            pairs.append((larger, smaller))
     return pairs
 
 
