@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sigsoftmax.analysis.audit.truncation import truncation, truncation_widths
+from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.fits import fit
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.family.heads import Head
@@ -32,7 +33,7 @@ def test_against_an_svd(log_p, memory):
 def test_it_bounds_the_least_kl_of_a_softmax_from_above():
     found = truncation(LOG_P, (2, 5))
     for point in found.points:
-        least, _ = fit(LOG_P, Head.parse("softmax"), point.width, budget=Budget(iterations=60))
+        least, _ = fit(Distributions.given(LOG_P), Head.parse("softmax"), point.width, budget=Budget(iterations=60))
         assert least.kl < point.bound
 
 

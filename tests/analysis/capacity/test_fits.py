@@ -20,6 +20,7 @@ from sigsoftmax.synthetic import Language
 
 RANK = 9
 LANGUAGE = Language.of_rank(contexts=40, words=20, rank=RANK, seed=0)
+TRUTH = Distributions.of_language(LANGUAGE)
 HEADS = ("softmax", "sigsoftmax", "shifted_sigsoftmax(b=per_class)", "sigmoid", "gss(k=0)", "mos(K=3)", "moss(K=3)")
 WIDTHS = (1, 2, 4, RANK - 1)
 CONFIG = CapacityConfig(heads=HEADS, widths=WIDTHS, random_starts=1, budget=Budget(iterations=80, floor=1e-6))
@@ -61,7 +62,7 @@ def test_softmax_reaches_the_truth_where_its_rank_does(results):
     assert results["softmax", RANK - 1].kl <= 1e-6
     assert results["softmax", 4].kl > 0.05
     # One column less than the rank needs, however long the fit is.
-    tight, _ = fit(LANGUAGE.log_p_NV, Head.parse("softmax"), RANK - 2, budget=Budget(iterations=500))
+    tight, _ = fit(TRUTH, Head.parse("softmax"), RANK - 2, budget=Budget(iterations=500))
     assert tight.kl > 1e-3
 
 
@@ -105,12 +106,10 @@ def test_containment_is_asserted_over_all_pairs(results):
 
 def test_at_least_so_many_starts():
     for head in ("softmax", "gss(k=0)", "relu"):
-        result, fitted = fit(
-            LANGUAGE.log_p_NV, Head.parse(head), 2, random_starts=0, least_starts=3, budget=Budget(iterations=3)
-        )
+        result, fitted = fit(TRUTH, Head.parse(head), 2, random_starts=0, least_starts=3, budget=Budget(iterations=3))
         assert sum(start.iterations > 0 for start in result.starts) == 3
         wider, _ = fit(
-            LANGUAGE.log_p_NV,
+            TRUTH,
             Head.parse(head),
             3,
             warm=[fitted],
@@ -163,7 +162,8 @@ def test_weights_choose_what_is_judged():
     """A context that never counts is free to be wrong."""
     weights_N = torch.zeros(40, dtype=torch.float64)
     weights_N[:3] = 1.0 / 3.0
-    result, _ = fit(LANGUAGE.log_p_NV, Head.parse("softmax"), 2, weights_N=weights_N)
+    truth = Distributions(log_p_NV=LANGUAGE.log_p_NV, weights_N=weights_N, description="")
+    result, _ = fit(truth, Head.parse("softmax"), 2)
     assert result.kl < 1e-4
 
 
@@ -185,7 +185,7 @@ def test_functions_of_the_users_own_are_fitted_here_whatever_workers_says():
 
 
 def solution_of(text: str, width: int, seed: int = 0) -> Solution:
-    problem = Problem(LANGUAGE.log_p_NV, Head.parse(text), width)
+    problem = Problem(TRUTH, Head.parse(text), width)
     x = random_start(problem, torch.Generator().manual_seed(seed))
     return Solution(problem, x, problem.evaluate(x)[0])
 
@@ -217,7 +217,7 @@ def solution_of(text: str, width: int, seed: int = 0) -> Solution:
 def test_a_contained_solution_is_carried_over_exactly(larger, smaller):
     assert contains(Head.parse(larger), Head.parse(smaller))
     source = solution_of(smaller, 3)
-    target = Problem(LANGUAGE.log_p_NV, Head.parse(larger), 5)
+    target = Problem(TRUTH, Head.parse(larger), 5)
     x = embedded(source, target)
     torch.testing.assert_close(target.log_output(x), source.problem.log_output(source.x), rtol=0, atol=1e-10)
     start = disturbed(source, target, torch.Generator().manual_seed(0))

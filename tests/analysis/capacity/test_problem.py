@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sigsoftmax.analysis.capacity import problem as fitting
+from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.lbfgs import Budget, minimise
 from sigsoftmax.analysis.capacity.problem import Problem
 from sigsoftmax.analysis.capacity.starts import random_start
@@ -32,7 +33,7 @@ HEADS = (
 
 
 def problem_at_random(text: str) -> tuple[Problem, torch.Tensor]:
-    problem = Problem(LANGUAGE.log_p_NV, Head.parse(text), 3, LANGUAGE.stationary_N)
+    problem = Problem(Distributions.of_language(LANGUAGE, "stationary"), Head.parse(text), 3)
     return problem, random_start(problem, torch.Generator().manual_seed(0))
 
 
@@ -125,4 +126,4 @@ def test_bad_budgets_and_widths():
     with pytest.raises(ValueError, match=r"a budget needs iterations >= 0"):
         Budget(iterations=-1)
     with pytest.raises(ValueError, match=r"width must be at least 1, got 0"):
-        Problem(LANGUAGE.log_p_NV, Head.parse("softmax"), 0)
+        Problem(Distributions.of_language(LANGUAGE), Head.parse("softmax"), 0)

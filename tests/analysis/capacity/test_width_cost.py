@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sigsoftmax.analysis.capacity.curves import CapacityConfig
+from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.fits import fit
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.capacity.width_cost import heads_at_width, least_kl, mean_kl, restricted, widths_that_bind
@@ -39,7 +40,7 @@ def test_the_likeliest_words_are_kept_and_the_rest_conditioned_away():
 def test_the_restricted_least_kl_is_a_lower_bound(text):
     """The same output, restricted, is a solution of the restricted problem: its weighted KL is no larger."""
     head, width = Head.parse(text), 3
-    whole, fitted = fit(LOG_P, head, width, budget=Budget(iterations=40))
+    whole, fitted = fit(Distributions.of_language(LANGUAGE), head, width, budget=Budget(iterations=40))
     log_q = fitted.own.problem.log_output(fitted.own.x)
     words = restricted(LOG_P, contexts=100, vocabulary=8).tokens_C
     log_mass, log_mass_q = LOG_P[:, words].logsumexp(1), log_q[:, words].logsumexp(1)
@@ -47,7 +48,7 @@ def test_the_restricted_least_kl_is_a_lower_bound(text):
     conditional = (log_mass.exp() * (given_p.exp() * (given_p - given_q)).sum(1)).mean()
     assert float(conditional) <= whole.fitted_kl
     chosen = restricted(LOG_P, contexts=100, vocabulary=8).distributions
-    refitted, _ = fit(chosen.log_p_NV, head, width, weights_N=chosen.weights_N, budget=Budget(iterations=80))
+    refitted, _ = fit(chosen, head, width, budget=Budget(iterations=80))
     assert refitted.kl < whole.kl
 
 

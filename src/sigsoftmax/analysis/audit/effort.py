@@ -119,7 +119,7 @@ def fit_seconds(target: Distributions, config: CapacityConfig) -> float:
     ends = [extreme(width for _, width in fits) for extreme in (min, max)]
     costs = []
     for width in ends:
-        problem = Problem(target.log_p_NV, Head.parse("softmax"), width, target.weights_N)
+        problem = Problem(target, Head.parse("softmax"), width)
         point = random_start(problem, torch.Generator().manual_seed(0))
         costs.append(_seconds(functools.partial(problem.evaluate, point)))
     total = 0.0

@@ -179,27 +179,26 @@ class _Inputs(NamedTuple):
 
     log_p_NV: NDArray[np.float64]
     weights_N: NDArray[np.float64]
-    language: str
+    description: str
     config: CapacityConfig
 
     def fit(self, task: _Task, contained: dict[_Task, _Points], stop: Stop | None = None) -> _Outcome:
         log_p_NV, weights_N = torch.from_numpy(self.log_p_NV), torch.from_numpy(self.weights_N)
+        truth = Distributions(log_p_NV=log_p_NV, weights_N=weights_N, description=self.description)
         warm = []
         for (head, width), points in contained.items():
-            problem = Problem(log_p_NV, Head.parse(head), width, weights_N)
+            problem = Problem(truth, Head.parse(head), width)
             warm.append(Fitted(*(Solution(problem, torch.from_numpy(x), kl) for x, kl in points)))
         is_thorough = task[1] in self.config.thorough_widths
         result, fitted = fit(
-            log_p_NV,
+            truth,
             Head.parse(task[0]),
             task[1],
-            weights_N=weights_N,
             warm=warm,
             random_starts=self.config.thorough_random_starts if is_thorough else self.config.random_starts,
             least_starts=self.config.least_starts,
             budget=self.config.thorough_budget if is_thorough else self.config.budget,
             seed=self.config.seed,
-            language=self.language,
             stop=stop,
         )
         return result, [(solution.x.numpy(), solution.kl) for solution in fitted]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sigsoftmax.synthetic import Language, Weighting
 
-__all__ = ["Distributions", "checked_log_probs", "checksum_of"]
+__all__ = ["Distributions", "checked_log_probs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,14 @@ class Distributions:
         weights_N = torch.full((log_p_NV.shape[0],), 1.0 / log_p_NV.shape[0], dtype=torch.float64)
         return cls(log_p_NV=log_p_NV, weights_N=weights_N, description=description)
 
-
-def checksum_of(log_p_NV: Tensor, weights_N: Tensor) -> str:
-    """A checksum that tells distributions of one name apart; of float32, whose digits no machine gets wrong."""
-    digest = hashlib.sha256()
-    for tensor in (log_p_NV, weights_N):
-        digest.update(repr(tuple(tensor.shape)).encode())
-        digest.update(tensor.to("cpu", torch.float32).contiguous().numpy().tobytes())
-    return digest.hexdigest()[:12]
+    @property
+    def checksum(self) -> str:
+        """A checksum that tells distributions of one name apart; of float32, whose digits no machine gets wrong."""
+        digest = hashlib.sha256()
+        for tensor in (self.log_p_NV, self.weights_N):
+            digest.update(repr(tuple(tensor.shape)).encode())
+            digest.update(tensor.to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()[:12]
 
 
 def checked_log_probs(

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.capacity.distributions import checksum_of
+from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.lbfgs import Budget, minimise
 from sigsoftmax.analysis.capacity.problem import Problem
 from sigsoftmax.analysis.capacity.starts import (
@@ -56,17 +56,15 @@ class Fitted(NamedTuple):
 
 
 def fit(
-    log_p_NV: Tensor,
+    truth: Distributions,
     head: Head,
     width: int,
     *,
-    weights_N: Tensor | None = None,
     warm: Sequence[Fitted] = (),
     random_starts: int = 1,
     least_starts: int = 0,
     budget: Budget | None = None,
     seed: int = 0,
-    language: str = "given distributions",
     stop: Stop | None = None,
 ) -> tuple[CapacityResult, Fitted]:
     """Fit one head at one width. ``warm`` are solutions of the same head at smaller widths, or of contained heads.
@@ -75,7 +73,7 @@ def fit(
     """
     began = time.perf_counter()
     budget = budget or Budget()
-    problem = Problem(log_p_NV, head, width, weights_N)
+    problem = Problem(truth, head, width)
     starts: list[StartResult] = []
 
     def solution(name: str, x: Tensor, iterations: int) -> Solution:
@@ -93,7 +91,7 @@ def fit(
     ]
     own = [found for found in exact if found.kl <= budget.floor]
     if not own:
-        for name, point in _start_points(problem, log_p_NV, warm, random_starts, least_starts, seed):
+        for name, point in _start_points(problem, warm, random_starts, least_starts, seed):
             minimum = minimise(evaluate, point, problem.preconditioner_at, budget)
             own.append(solution(name, minimum.x, max(minimum.iterations, 1)))
             if own[-1].kl <= budget.floor:
@@ -102,7 +100,7 @@ def fit(
     best = min([fitted, *exact], key=lambda found: found.kl)
     singular = spectrum(problem.log_output(fitted.x))
     result = CapacityResult(
-        language=language,
+        language=truth.description,
         contexts=problem.contexts,
         words=problem.vocabulary,
         head=str(head),
@@ -119,7 +117,7 @@ def fit(
         singular_values=singular.singular_values,
         seed=seed,
         seconds=time.perf_counter() - began,
-        truth=checksum_of(log_p_NV, problem.weights_N),
+        truth=truth.checksum,
     )
     return result, Fitted(best, fitted)
 
@@ -156,7 +154,7 @@ def _warm_name(problem: Problem, source: Solution) -> str:
 
 
 def _start_points(
-    problem: Problem, log_p_NV: Tensor, warm: Sequence[Fitted], random_starts: int, least_starts: int, seed: int
+    problem: Problem, warm: Sequence[Fitted], random_starts: int, least_starts: int, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     sources = _worth_leaving(problem.head, [fitted.own for fitted in warm])
     for source in sources:
@@ -164,7 +162,7 @@ def _start_points(
         yield name, disturbed(source, problem, _generator(seed, problem, name))
     has_spectral = problem.linear_slope is not None and problem.head.components == 1
     if has_spectral:
-        yield "spectral", spectral_start(problem, log_p_NV)
+        yield "spectral", spectral_start(problem)
     needed = max(least_starts, 0 if warm or problem.head.is_softmax else 1)
     for number in range(max(random_starts, needed - len(sources) - has_spectral)):
         name = f"random {number}"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.lbfgs import Apply
 from sigsoftmax.analysis.spectrum.factorizations import damped_inverse
 from sigsoftmax.contract import normalizing
@@ -47,15 +48,14 @@ class Parts(NamedTuple):
 class Problem:
     """A head of some width, facing distributions: its loss, gradient, preconditioner and log-probabilities."""
 
-    def __init__(self, log_p_NV: Tensor, head: Head, width: int, weights_N: Tensor | None = None) -> None:
-        self.contexts, self.vocabulary = log_p_NV.shape
+    def __init__(self, truth: Distributions, head: Head, width: int) -> None:
+        self.contexts, self.vocabulary = truth.log_p_NV.shape
         if width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
-        self.head, self.width = head, width
-        self.p_NV = log_p_NV.exp()
-        self.weights_N = torch.full_like(log_p_NV[:, 0], 1.0 / self.contexts) if weights_N is None else weights_N
-        self.weighted_p_NV = self.p_NV * self.weights_N[:, None]
-        self.negative_entropy = -float(self.weights_N @ torch.special.entr(self.p_NV).sum(1))
+        self.truth, self.head, self.width = truth, head, width
+        self.weights_N, p_NV = truth.weights_N, truth.log_p_NV.exp()
+        self.weighted_p_NV = p_NV * self.weights_N[:, None]
+        self.negative_entropy = -float(self.weights_N @ torch.special.entr(p_NV).sum(1))
         self.learned = head.learned(self.vocabulary)
         # For a linear phi that is not fitted, phi costs no more than a factor.
         is_line = head.function.is_linear and not self.learned

@@ -123,11 +123,11 @@ def random_start(problem: Problem, generator: Generator) -> Tensor:
     return x
 
 
-def spectral_start(problem: Problem, log_p_NV: Tensor) -> Tensor:
+def spectral_start(problem: Problem) -> Tensor:
     """The best approximation of log P in the sense of squares, for a linear phi of one component."""
     assert problem.linear_slope is not None and problem.head.components == 1
     # Probabilities that are zero or nearly so would rule the squares without mattering to KL.
-    clipped_NV = log_p_NV.clamp_min(math.log(1e-6 / problem.vocabulary))
+    clipped_NV = problem.truth.log_p_NV.clamp_min(math.log(1e-6 / problem.vocabulary))
     centred_NV = clipped_NV - clipped_NV.mean(1, keepdim=True)
     bias_V = centred_NV.mean(0)
     u, s, v = torch.linalg.svd((centred_NV - bias_V) / problem.linear_slope, full_matrices=False)
