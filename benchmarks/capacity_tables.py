@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,7 @@ from write_docs import NO_RECORDS, markdown_table
 
 from sigsoftmax import records
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
-from sigsoftmax.analysis.spectrum.entry_checks import EntryChecks
-from sigsoftmax.analysis.spectrum.factorizations import SingularValues, svd_error
-from sigsoftmax.analysis.spectrum.singular_values import spectrum_of_values
+from sigsoftmax.analysis.spectrum.factorizations import entry_noise, svd_error
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.records.schemas.spectra import Spectrum
 
@@ -266,12 +263,11 @@ def spectrum_of(fit: CapacityResult) -> Spectrum:
     """The singular values of a fit with the noise of float64, in which fits are made."""
     values = torch.tensor(fit.singular_values, dtype=torch.float64)
     error = svd_error(float(values[0]), fit.contexts, fit.words)
-    return spectrum_of_values(
-        SingularValues(values, "svd", value_error=error),
-        fit.contexts,
-        fit.words,
-        torch.float64,
-        EntryChecks(log_probs=False),
+    return Spectrum(
         source=f"{fit.head} fitted to {fit.language}",
-        began=time.perf_counter(),
+        words=fit.words,
+        contexts=fit.contexts,
+        singular_values=fit.singular_values,
+        precision="float64",
+        value_error=error + entry_noise(values, fit.contexts, fit.words, torch.float64),
     )

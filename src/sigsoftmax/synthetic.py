@@ -156,11 +156,7 @@ class Language:
                 f"expected contexts of shape (L,) and log_q_LV of shape (L, {self.vocabulary}), got "
                 f"{tuple(contexts_L.shape)} and {tuple(log_q_LV.shape)}"
             )
-        if contexts_L.numel() and not 0 <= int(contexts_L.min()) <= int(contexts_L.max()) < self.num_contexts:
-            raise ValueError(
-                f"contexts must be between 0 and {self.num_contexts - 1}, got values from {int(contexts_L.min())} to "
-                f"{int(contexts_L.max())}; pass the contexts that `sample` returned"
-            )
+        _check_range("contexts", contexts_L, self.num_contexts, "; pass the contexts that `sample` returned")
         log_q_LV = _checked_log_probs(log_q_LV, "log_q_LV").cpu()
         return row_kl(self.log_p_NV[contexts_L.cpu()], log_q_LV)
 
@@ -362,7 +358,6 @@ def _checked_log_probs(log_p: Tensor, name: str) -> Tensor:
 
 
 def _checked_map(next_context_NV: Tensor, log_p_NV: Tensor) -> Tensor:
-    num_contexts = log_p_NV.shape[0]
     if next_context_NV.shape != log_p_NV.shape or next_context_NV.dtype != torch.int64:
         raise ValueError(
             f"next_context_NV must be int64 of the shape of log_p_NV, {tuple(log_p_NV.shape)}, got "
@@ -370,12 +365,14 @@ def _checked_map(next_context_NV: Tensor, log_p_NV: Tensor) -> Tensor:
         )
     if not log_p_NV.numel():
         raise ValueError(f"a language needs at least one context and one token, got shape {tuple(log_p_NV.shape)}")
-    if int(next_context_NV.min()) < 0 or int(next_context_NV.max()) >= num_contexts:
-        raise ValueError(
-            f"next contexts must be between 0 and {num_contexts - 1}, got values from {int(next_context_NV.min())} "
-            f"to {int(next_context_NV.max())}"
-        )
+    _check_range("next contexts", next_context_NV, len(log_p_NV))
     return next_context_NV
+
+
+def _check_range(name: str, contexts: Tensor, count: int, advice: str = "") -> None:
+    low, high = (int(end) for end in torch.aminmax(contexts)) if contexts.numel() else (0, 0)
+    if not 0 <= low <= high < count:
+        raise ValueError(f"{name} must be between 0 and {count - 1}, got values from {low} to {high}{advice}")
 
 
 def _generator(seed: int, contexts: int, words: int, **positive: float) -> Generator:

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.spectrum.entry_checks import BadEntries, EntryChecks, dtype_name
+from sigsoftmax.analysis.spectrum.entry_checks import SIXTEEN_BITS, BadEntries, EntryChecks, dtype_name
 from sigsoftmax.analysis.spectrum.factorizations import (
     GramMatrix,
     SingularValues,
     TriangularFactor,
+    entry_noise,
     exact_values,
     gram_values,
 )
 from sigsoftmax.analysis.spectrum.saved_state import StreamState, deferred_interrupt
-from sigsoftmax.analysis.spectrum.singular_values import spectrum_of_values
 from sigsoftmax.records.schemas.spectra import Spectrum
 
 __all__ = ["Method", "SpectrumOptions", "SpectrumStream", "memory_needed"]
@@ -157,18 +158,26 @@ class SpectrumStream:
             self._work_in(rest)
         if not self.contexts:
             raise ValueError("expected at least one context, got none; the matrix is empty")
-        complete = self.contexts_expected in (None, self.contexts)
-        return spectrum_of_values(
-            self._singular_values(),
-            self.contexts,
-            self.vocabulary,
-            self.dtype,
-            self.checks,
-            source=self.description if complete else f"the first {self.contexts} contexts of {self.description}",
-            precision=self.options.precision,
-            contexts_expected=None if complete else self.contexts_expected,
-            began=self._began,
+        is_complete = self.contexts_expected in (None, self.contexts)
+        precision = self.options.precision or self.checks.precision(self.dtype)
+        values = self._singular_values()
+        found = Spectrum(
+            source=self.description if is_complete else f"the first {self.contexts} contexts of {self.description}",
+            words=self.vocabulary,
+            contexts=self.contexts,
+            singular_values=tuple(values.values_R.tolist()),
+            method=values.method,
+            dtype=dtype_name(self.dtype),
+            precision=dtype_name(precision),
+            squared_error=values.squared_error,
+            value_error=values.value_error + entry_noise(values.values_R, self.contexts, self.vocabulary, precision),
+            row_sum_error=self.checks.row_sum_error if self.checks.log_probs else None,
+            contexts_expected=None if is_complete else self.contexts_expected,
+            seconds=time.perf_counter() - self._began,
         )
+        if precision in SIXTEEN_BITS:
+            _warn_of_noise(found)
+        return found
 
     def state(self) -> StreamState:
         """All that ``restore`` needs to go on."""
@@ -245,3 +254,16 @@ def memory_needed(vocabulary: int, contexts: int | None, itemsize: int, options:
 def _few_contexts(vocabulary: int, contexts: int, itemsize: int) -> bool:
     """True if all rows and an N x N Gram matrix take less memory than one of V x V."""
     return contexts * vocabulary * itemsize + 8 * contexts**2 < 8 * vocabulary**2
+
+
+def _warn_of_noise(found: Spectrum) -> None:
+    refused, counted = (
+        ", ".join(f"{c.rule} ({c.threshold:.3g})" for c in found.ranks() if (c.rank is None) is is_refused)
+        for is_refused in (True, False)
+    )
+    warnings.warn(
+        f"the entries have the precision of {found.precision}, whose rounding makes singular values of up to "
+        f"{found.noise_floor:.3g} ({found.noise_floor / found.largest if found.largest else 0.0:.2g} sigma_max). "
+        f"Thresholds below that are not counted: {refused or 'none'}; above it lie {counted}",
+        stacklevel=4,
+    )

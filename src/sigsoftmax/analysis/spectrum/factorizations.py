@@ -27,6 +27,7 @@ __all__ = [
     "TriangularFactor",
     "add_product",
     "damped_inverse",
+    "entry_noise",
     "exact_values",
     "gram_values",
     "svd_error",
@@ -140,6 +141,12 @@ def exact_values(matrix: Tensor, contexts: int | None = None) -> SingularValues:
 def svd_error(largest: float, contexts: int, vocabulary: int) -> float:
     """An estimate of the error of a singular value, compared with matrices of known rank (docs/analysis.md)."""
     return 0.2 * math.sqrt(contexts + vocabulary + 1) * EPS64 * largest
+
+
+def entry_noise(values_R: Tensor, contexts: int, vocabulary: int, precision: torch.dtype) -> float:
+    """The norm of a matrix of errors, if every entry is off by eps of its precision, with independent signs."""
+    root_mean_square = float(values_R.norm()) / math.sqrt(vocabulary * contexts)
+    return torch.finfo(precision).eps * root_mean_square * (math.sqrt(vocabulary) + math.sqrt(contexts))
 
 
 def add_product(gram_NN: Tensor, factor_NK: Tensor) -> None:
