@@ -13,7 +13,7 @@ Shapes: N contexts, V tokens of the target, C tokens that are fitted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,48 +25,35 @@ from sigsoftmax.records.schemas.audits import HeadAtWidth
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.synthetic import row_kl
 
-__all__ = ["Restricted", "heads_at_width", "least_kl", "mean_kl", "restricted", "widths_that_bind"]
-
-
-@dataclass(frozen=True)
-class Restricted:
-    """The likeliest tokens of a target, and the distributions given them."""
-
-    distributions: Distributions
-    tokens_C: Tensor
-    """their numbers in the whole vocabulary"""
-    mass: float
-    """their probability, averaged over contexts"""
+__all__ = ["heads_at_width", "least_kl", "mean_kl", "restricted", "widths_that_bind"]
 
 
 def restricted(
     log_p_NV: Tensor, *, contexts: int, vocabulary: int, seed: int = 0, description: str = "given distributions"
-) -> Restricted:
-    """At most so many contexts (a random sample) and tokens (the likeliest on these contexts)."""
+) -> Distributions:
+    """The distributions of at most so many contexts (a random sample) given the likeliest tokens on these contexts.
+
+    Their weights sum to the probability of these tokens, averaged over contexts.
+    """
     if contexts < 1 or vocabulary < 2:
         raise ValueError(f"a fit needs at least 1 context and 2 tokens, got {contexts} and {vocabulary}")
     available, all_tokens = log_p_NV.shape
-    if contexts < available:
-        chosen = torch.randperm(available, generator=torch.Generator().manual_seed(seed))[:contexts].sort().values
-        log_p_NV = log_p_NV[chosen]
+    chosen = torch.randperm(available, generator=torch.Generator().manual_seed(seed))[:contexts].sort().values
     # Contexts with the same distribution have the same best h: one of them serves for all.
-    log_p_NV, times_N = torch.unique(log_p_NV.to(torch.float64), dim=0, return_counts=True)
+    log_p_NV, times_N = torch.unique(log_p_NV[chosen].to(torch.float64), dim=0, return_counts=True)
     weights_N = times_N.to(torch.float64) / times_N.sum()
     if vocabulary >= all_tokens:
-        whole = Distributions(log_p_NV=log_p_NV, weights_N=weights_N, description=description)
-        return Restricted(whole, torch.arange(all_tokens), 1.0)
+        return Distributions(log_p_NV=log_p_NV, weights_N=weights_N, description=description)
     tokens_C = (weights_N @ log_p_NV.exp()).topk(vocabulary).indices.sort().values
     log_p_NC = log_p_NV[:, tokens_C]
     log_mass_N = torch.logsumexp(log_p_NC, 1)
     # A context in which none of these tokens can follow says nothing about them.
     possible_N = log_mass_N > -torch.inf
-    weighted_mass_N = weights_N[possible_N] * log_mass_N[possible_N].exp()
-    given = Distributions(
+    return Distributions(
         log_p_NV=log_p_NC[possible_N] - log_mass_N[possible_N, None],
-        weights_N=weighted_mass_N,
+        weights_N=weights_N[possible_N] * log_mass_N[possible_N].exp(),
         description=f"{description}, given the {vocabulary:,} likeliest of {all_tokens:,} words",
     )
-    return Restricted(given, tokens_C, float(weighted_mass_N.sum()))
 
 
 def widths_that_bind(width: int | None, contexts: int, vocabulary: int) -> tuple[int, ...]:

@@ -260,7 +260,7 @@ class _Auditor:
         chosen = restricted(
             log_p_NV, contexts=config.fit_contexts, vocabulary=config.fit_words, seed=config.seed, description=name
         )
-        contexts, words = chosen.distributions.log_p_NV.shape
+        contexts, words = chosen.log_p_NV.shape
         width = None if subject.layer is None else subject.layer.width
         widths = config.widths or widths_that_bind(width, contexts, words)
         if width is not None and not config.widths and width not in widths:
@@ -282,7 +282,7 @@ class _Auditor:
         self.progress("")
         self.say(
             f"Fitting {len(heads)} output functions at width {', '.join(map(str, widths))} to {name} ({contexts:,} "
-            f"contexts, {words:,} words): about {duration_text(fit_seconds(chosen.distributions, effort))}."
+            f"contexts, {words:,} words): about {duration_text(fit_seconds(chosen, effort))}."
         )
 
         def fitted(result: CapacityResult, done: int, total: int) -> None:
@@ -290,7 +290,7 @@ class _Auditor:
             self.progress(f"fitted {done} of {total}: {result.head}, d = {result.width}")
 
         try:
-            results = least_kl(chosen.distributions, heads, widths, effort, progress=fitted)
+            results = least_kl(chosen, heads, widths, effort, progress=fitted)
         finally:
             # Fits that are finished are valid alone; without softmax at their width they cannot be compared.
             done = {(r.head, r.width) for r in self.fits}
@@ -300,7 +300,7 @@ class _Auditor:
                     contexts=contexts,
                     words=words,
                     all_words=log_p_NV.shape[1],
-                    mass=chosen.mass,
+                    mass=float(chosen.weights_N.sum()),
                     is_lower_bound=words < log_p_NV.shape[1],
                     model_kl=model_kl,
                     heads=heads_at_width(self.fits),
