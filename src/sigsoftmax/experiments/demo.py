@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves
+from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
@@ -84,7 +85,7 @@ def run(config: DemoConfig, say: Say, progress: Say = lambda _: None) -> list[Ca
         "Each head is fitted with a free h for every context, free W and class bias, in float64, from several starts."
     )
     results = capacity_curves(
-        language,
+        Distributions.of_language(language),
         config.capacity(),
         progress=lambda result, done, total: progress(f"fitted {done} of {total}: {result.head}, d = {result.width}"),
     )

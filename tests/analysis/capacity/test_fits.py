@@ -28,7 +28,7 @@ CONFIG = CapacityConfig(heads=HEADS, widths=WIDTHS, random_starts=1, budget=Budg
 
 @pytest.fixture(scope="module")
 def results() -> dict[tuple[str, int], CapacityResult]:
-    return {(r.head, r.width): r for r in capacity_curves(LANGUAGE, CONFIG)}
+    return {(r.head, r.width): r for r in capacity_curves(TRUTH, CONFIG)}
 
 
 def test_every_head_at_every_width(results):
@@ -125,7 +125,7 @@ def test_a_learned_parameter_starts_from_every_fixed_one():
     config = CapacityConfig(
         heads=("gss(k=0)", "gss(k=0.5)", "gss(k=learned)"), widths=(2,), budget=Budget(iterations=20)
     )
-    found = {result.head: result for result in capacity_curves(LANGUAGE, config)}
+    found = {result.head: result for result in capacity_curves(TRUTH, config)}
     names = {start.name for start in found["gss(k=learned)"].starts}
     assert names >= {"gss(k=0.0), exactly", "from gss(k=0.0)", "gss(k=0.5), exactly", "from gss(k=0.5)"}
     assert found["gss(k=learned)"].kl <= found["gss(k=0.0)"].kl
@@ -133,7 +133,7 @@ def test_a_learned_parameter_starts_from_every_fixed_one():
 
 def test_given_distributions_are_fitted_as_a_language_is():
     config = CapacityConfig(heads=("sigsoftmax",), widths=(2,), budget=Budget(iterations=10))
-    of_language = capacity_curves(LANGUAGE, config)
+    of_language = capacity_curves(TRUTH, config)
     of_matrix = capacity_curves(Distributions.given(LANGUAGE.log_p_NV), config)
     assert [r.kl for r in of_matrix] == pytest.approx([r.kl for r in of_language])
     assert {r.language for r in of_matrix} == {"given distributions"}
@@ -141,7 +141,7 @@ def test_given_distributions_are_fitted_as_a_language_is():
 
 def test_planned_fits_are_those_that_are_done():
     config = CapacityConfig(heads=("moss(K=2)",), widths=(1, 2), softmax_widths=(3,), budget=Budget(iterations=1))
-    done = [(result.head, result.width) for result in capacity_curves(LANGUAGE, config)]
+    done = [(result.head, result.width) for result in capacity_curves(TRUTH, config)]
     assert list(planned_fits(config)) == done
 
 
@@ -153,7 +153,7 @@ def test_results_are_records(results):
 
 def test_the_result_depends_on_neither_workers_nor_repetition():
     config = CapacityConfig(heads=("moss(K=2)",), widths=(1, 2), budget=Budget(iterations=15))
-    one, two = (capacity_curves(LANGUAGE, CapacityConfig(**{**vars(config), "workers": workers})) for workers in (1, 2))
+    one, two = (capacity_curves(TRUTH, CapacityConfig(**{**vars(config), "workers": workers})) for workers in (1, 2))
     assert [(r.head, r.width, r.kl) for r in one] == [(r.head, r.width, r.kl) for r in two]
     assert {r.head for r in one} == {"softmax", "sigsoftmax", "mos(K=2)", "moss(K=2)"}
 
@@ -174,14 +174,14 @@ def test_threads_are_put_back_and_interrupts_pass():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        capacity_curves(LANGUAGE, CONFIG, progress=interrupt)
+        capacity_curves(TRUTH, CONFIG, progress=interrupt)
     assert torch.get_num_threads() == threads
 
 
 def test_functions_of_the_users_own_are_fitted_here_whatever_workers_says():
     register_function("cube", lambda z: z + z**3 / 3)
     config = CapacityConfig(heads=("cube",), widths=(1,), budget=Budget(iterations=3), workers=2)
-    assert [r.head for r in capacity_curves(LANGUAGE, config)] == ["softmax", "cube"]
+    assert [r.head for r in capacity_curves(TRUTH, config)] == ["softmax", "cube"]
 
 
 def solution_of(text: str, width: int, seed: int = 0) -> Solution:

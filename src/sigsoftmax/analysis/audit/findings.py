@@ -8,7 +8,6 @@ Shapes: N contexts, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -190,7 +189,7 @@ def _bounds(layer: HeadWeights, subject: Subject, seed: int, report: Callable[[P
         where = "the contexts"
     else:
         where = "more of the contexts" if seen is own else seen.description
-    bounds = rank_bounds(
+    return rank_bounds(
         layer,
         seen,
         block_tokens=max(LEAST_BLOCK, math.ceil(BLOCK_TOKENS * (layer.width + 2))),
@@ -198,7 +197,6 @@ def _bounds(layer: HeadWeights, subject: Subject, seed: int, report: Callable[[P
         source=f"log-probabilities in {where}",
         progress=report,
     )
-    return dataclasses.replace(bounds, head=layer.head_text)
 
 
 def _sentence(text: str) -> str:

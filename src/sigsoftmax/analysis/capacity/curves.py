@@ -25,7 +25,6 @@ from sigsoftmax.analysis.capacity.problem import Problem
 from sigsoftmax.analysis.capacity.starts import Solution, contains, strictly_contains
 from sigsoftmax.family.heads import Head
 from sigsoftmax.records.schemas.capacity import CapacityResult
-from sigsoftmax.synthetic import Language, Weighting
 
 __all__ = ["CapacityConfig", "capacity_curves", "contained_pairs", "planned_fits"]
 
@@ -73,18 +72,9 @@ Progress = Callable[[CapacityResult, int, int], None]
 
 
 def capacity_curves(
-    truth: Language | Distributions,
-    config: CapacityConfig,
-    *,
-    weights: Weighting = "uniform",
-    progress: Progress | None = None,
+    truth: Distributions, config: CapacityConfig, *, progress: Progress | None = None
 ) -> list[CapacityResult]:
-    """Fit every head at every width; sorted by head, contained ones first, and width.
-
-    ``weights`` are those of a language's contexts; distributions bring their own.
-    """
-    if isinstance(truth, Language):
-        truth = Distributions.of_language(truth, weights)
+    """Fit every head at every width; sorted by head, contained ones first, and width."""
     tasks = planned_fits(config)
     inputs = _Inputs(truth.log_p_NV.numpy(), truth.weights_N.numpy(), truth.description, config)
     # Another process does not know the functions that were registered in this one.

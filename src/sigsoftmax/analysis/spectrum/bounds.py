@@ -94,7 +94,7 @@ def rank_bounds(
         rule=rule,
         norm_bound=math.sqrt(squares) + entry_error * math.sqrt(computed * layer.vocabulary),
         source=reader.description,
-        head=str(layer.parsed_head),
+        head=layer.head_text,
         width=layer.width,
         words=layer.vocabulary,
         contexts=len(contexts),
