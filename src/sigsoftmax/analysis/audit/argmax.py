@@ -189,9 +189,7 @@ class Cone:
         won_I = self.margins(tokens_I, x_Ie).amin(1) > self.certain(x_Ie)
         return won_I & (x_Ie[:, -1] >= 0.0) if self.has_bias else won_I
 
-    def witnesses(
-        self, tokens_I: Tensor, ends: float = math.inf, steps: range = range(WITNESS_STEPS)
-    ) -> tuple[Tensor, Tensor]:
+    def witnesses(self, tokens_I: Tensor, ends: float, steps: range) -> tuple[Tensor, Tensor]:
         """The tokens that were won within a few steps, (I,), and the strongest rival met at each, (I, S), or -1.
 
         From a row's own direction (step 0), and from the same in the metric in which rows are spread evenly (step 1);
@@ -228,7 +226,7 @@ class Cone:
                 x_Ie[open_I] += step_Ie * length_I[:, None]
         return found_I, rivals_IS
 
-    def metric(self, ends: float = math.inf) -> Tensor | None:
+    def metric(self, ends: float) -> Tensor | None:
         """Inverse of the rows' covariance, damped, (e, e); None if the time is over before it is known."""
         if self._metric_ee is None:
             gram_ee = torch.zeros(self.columns, self.columns, dtype=torch.float64)

@@ -139,8 +139,8 @@ def _usual_steps(head: Head) -> int:
     return 200 if head.function.is_linear else 350
 
 
-def listed(steps: Sequence[Step], *, least: float = 1.0) -> str:
+def listed(steps: Sequence[Step]) -> str:
     """The total, and the parts that matter to it."""
     total = sum(step.seconds for step in steps)
-    long = [f"{step.name} {duration_text(step.seconds)}" for step in steps if step.seconds >= max(least, 0.05 * total)]
+    long = [f"{step.name} {duration_text(step.seconds)}" for step in steps if step.seconds >= max(1.0, 0.05 * total)]
     return f"about {duration_text(total)}" + (f" ({', '.join(long)})" if long else "")

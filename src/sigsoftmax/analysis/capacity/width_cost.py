@@ -95,7 +95,7 @@ def least_kl(
     return capacity_curves(target, asked, progress=progress)
 
 
-def heads_at_width(results: Sequence[CapacityResult], *, floor: float = 1e-6) -> tuple[HeadAtWidth, ...]:
+def heads_at_width(results: Sequence[CapacityResult]) -> tuple[HeadAtWidth, ...]:
     """Each fit with the softmax width of equal KL."""
     curve = {result.width: result.kl for result in results if result.head == str(SOFTMAX)}
     return tuple(
@@ -104,7 +104,7 @@ def heads_at_width(results: Sequence[CapacityResult], *, floor: float = 1e-6) ->
             width=result.width,
             kl=result.kl,
             spread=result.spread,
-            softmax_width=softmax_width_of_equal_kl(result.kl, curve, floor=floor),
+            softmax_width=softmax_width_of_equal_kl(result.kl, curve),
         )
         for result in results
     )

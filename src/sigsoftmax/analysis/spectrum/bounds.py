@@ -68,9 +68,9 @@ def rank_bounds(
     """Bounds on the rank of a layer's log-output matrix over all contexts, from the layer's tensors alone.
 
     The rows of ``norm_contexts`` contexts, drawn at random, are computed over all tokens; the block is cut out of them.
-    Their norms enter the bound on sigma_max as they are. Further contexts enter with what Cauchy and Schwarz
-    allow, which is much more. By default as many are computed as take half a minute on two cores. The arithmetic is
-    float32 where its rounding, which is measured, is far below the threshold, and else float64.
+    Their norms enter the bound on sigma_max as they are. Further contexts enter with what Cauchy and Schwarz allow,
+    which is much more. By default as many are computed as take half a minute on two cores. The arithmetic is float32
+    where its rounding, which is measured, is far below the threshold, and else float64.
     """
     began = time.perf_counter()
     layer.check(contexts)
@@ -107,7 +107,6 @@ def rank_bounds(
 def matrix_rank_bounds(
     reader: MatrixReader,
     *,
-    contexts: int | None = None,
     head: Head | str | None = None,
     width: int | None = None,
     has_bias: bool = True,
@@ -124,20 +123,23 @@ def matrix_rank_bounds(
     """
     began = time.perf_counter()
     _check_rule(rule)
-    contexts, vocabulary = contexts or reader.contexts, reader.vocabulary
+    contexts, vocabulary = reader.contexts, reader.vocabulary
     if contexts is None or vocabulary is None:
         raise ValueError("expected a reader that knows its contexts and its vocabulary; give both to from_blocks")
     parsed = None if head is None else Head.parse(head)
     size = _block_size(block_contexts, block_tokens, width or LEAST_BLOCK, contexts, vocabulary)
     generator = torch.Generator().manual_seed(seed)
-    block = _cut_block(reader, size, generator, EntryChecks(log_probs=log_probs), began, progress, contexts)
+    block = _cut_block(reader, size, generator, EntryChecks(log_probs=log_probs), began, progress)
     if block.contexts != contexts:
         raise ValueError(f"{reader.description} ended after {block.contexts} contexts, expected {contexts}")
     full = min(contexts, vocabulary)
-    is_bounded = parsed is not None and parsed.is_softmax and width is not None
+    upper, reason = full, SMALLER_SIDE
+    if parsed is not None and parsed.is_softmax and width is not None:
+        upper, reason = _linear_bound(width, has_bias, full)
     return _bounds(
         block.values_RC,
-        *(_linear_bound(width, has_bias, full) if is_bounded and width is not None else (full, SMALLER_SIDE)),
+        upper,
+        reason,
         # The entries are the matrix, whatever they were computed from.
         rounding=0.0,
         rule=rule,
@@ -154,7 +156,7 @@ def matrix_rank_bounds(
 
 
 def upper_bound(layer: HeadWeights, contexts: Contexts) -> tuple[int, str]:
-    """The bound, and what it rests on in plain text."""
+    """The upper bound on the rank that theory gives, and its reason in plain text."""
     full = min(layer.vocabulary, len(contexts))
     if layer.is_softmax:
         has_bias = layer.bias_V is not None and bool((layer.bias_V != layer.bias_V[0]).any())
@@ -226,12 +228,11 @@ def _cut_block(
     checks: EntryChecks,
     began: float,
     progress: OnProgress | None,
-    contexts: int | None = None,
 ) -> _Block:
     """Read all rows once: the sum of squares of all entries, and the entries of random rows and columns."""
     rows_R, columns_C = (
         torch.randperm(among, generator=generator)[:count].sort().values
-        for count, among in zip(size, (contexts or reader.contexts or 0, reader.vocabulary or 0), strict=True)
+        for count, among in zip(size, (reader.contexts or 0, reader.vocabulary or 0), strict=True)
     )
     values_RC: Tensor | None = None
     squares, done, taken, margin = 0.0, 0, 0, DOUBLE_MARGIN
