@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,7 @@ from write_docs import NO_RECORDS, markdown_table
 
 from sigsoftmax import records
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
-from sigsoftmax.analysis.spectrum.entry_checks import EntryChecks
-from sigsoftmax.analysis.spectrum.singular_values import Matrix
+from sigsoftmax.analysis.spectrum.factorizations import entry_noise, svd_error
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.records.schemas.spectra import Spectrum
 
@@ -263,13 +261,13 @@ def ranks(fits: Fits) -> str:
 
 def spectrum_of(fit: CapacityResult) -> Spectrum:
     """The singular values of a fit with the noise of float64, in which fits are made."""
-    matrix = Matrix(
+    values = torch.tensor(fit.singular_values, dtype=torch.float64)
+    error = svd_error(float(values[0]), fit.contexts, fit.words)
+    return Spectrum(
         source=f"{fit.head} fitted to {fit.language}",
         words=fit.words,
         contexts=fit.contexts,
-        dtype=torch.float64,
-        checks=EntryChecks(log_probs=False),
-        precision=torch.float64,
+        singular_values=fit.singular_values,
+        precision="float64",
+        value_error=error + entry_noise(values, fit.contexts, fit.words, torch.float64),
     )
-    values = torch.tensor(fit.singular_values, dtype=torch.float64)
-    return matrix.spectrum(values, method="svd", began=time.perf_counter())

@@ -28,8 +28,9 @@ from measuring import MIB, RECORDS, Measurement, environment
 from torch import Tensor
 
 from sigsoftmax import records
-from sigsoftmax.analysis.log_outputs import OutputHead
-from sigsoftmax.analysis.spectrum.rank_bounds import rank_bounds
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
+from sigsoftmax.analysis.spectrum.bounds import rank_bounds
+from sigsoftmax.analysis.spectrum.matrix_readers import from_head
 from sigsoftmax.analysis.spectrum.singular_values import describe
 from sigsoftmax.analysis.spectrum.streaming import Method, SpectrumOptions, SpectrumStream, streamed_spectrum
 from sigsoftmax.records import Payload
@@ -113,7 +114,7 @@ class Clock:
         return time.process_time() - self._processor_began
 
 
-def random_head(case: Case, function: str, device: torch.device) -> OutputHead:
+def random_head(case: Case, function: str, device: torch.device) -> tuple[HeadWeights, Contexts]:
     """Zipf's law in the bias; hidden vectors whose spectrum falls by a factor of 100, as those of trained models do."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -121,40 +122,35 @@ def random_head(case: Case, function: str, device: torch.device) -> OutputHead:
         return torch.randn(*shape, generator=generator, device=device, dtype=case.dtype)
 
     scale_d = torch.logspace(0, -2, case.width, device=device, dtype=case.dtype)
-    return OutputHead(
-        hidden=normal(case.contexts, case.width) * scale_d,
-        weight_Md=normal(case.words, case.width) * 0.3,
-        bias_M=-torch.arange(1, case.words + 1, device=device, dtype=case.dtype).log(),
+    hidden_Nd = normal(case.contexts, case.width) * scale_d
+    layer = HeadWeights(
+        weight_Vd=normal(case.words, case.width) * 0.3,
+        bias_V=-torch.arange(1, case.words + 1, device=device, dtype=case.dtype).log(),
         head=function,
-        dtype=case.dtype,
     )
+    return layer, Contexts.of_rows(hidden_Nd)
 
 
-def measured_spectrum(case: Case, head: OutputHead, clock: Clock) -> Spectrum:
+def measured_spectrum(case: Case, layer: HeadWeights, contexts: Contexts, clock: Clock) -> Spectrum:
     options = SpectrumOptions(method=case.method, device=clock.device)
-    # The blocks of the source are those of the sum, so that each part can be timed.
+    # The blocks of the reader are those of the sum, so that each part can be timed.
     rows = options.block_contexts_for(case.words)
     stream = SpectrumStream(
-        words=case.words,
+        vocabulary=case.words,
         dtype=case.dtype,
         contexts=case.contexts,
         options=options,
-        description=case.title(str(head.head)),
+        description=case.title(str(layer.head)),
     )
     clock.lap("set up")
-    for block_BM in blocks_of(head, rows):
+    for first in range(0, case.contexts, rows):
+        block_BV = layer.log_probs(contexts[first : first + rows], case.dtype)
         clock.lap("log-probabilities")
-        stream.add(block_BM)
+        stream.add(block_BV)
         clock.lap("checks and sums")
     found = stream.spectrum()
     clock.lap("singular values")
     return found
-
-
-def blocks_of(head: OutputHead, rows: int) -> Iterator[Tensor]:
-    for first in range(0, head.contexts, rows):
-        contexts = torch.arange(first, min(first + rows, head.contexts))
-        yield torch.cat([torch.as_tensor(block) for block in head.source(contexts).blocks(0)])
 
 
 def run(name: str, device_name: str, threads: int) -> list[tuple[Payload, str]]:
@@ -165,16 +161,16 @@ def run(name: str, device_name: str, threads: int) -> list[tuple[Payload, str]]:
     found: list[tuple[Payload, str]] = []
     for function in case.functions:
         clock = Clock(device)
-        head = random_head(case, function, device)
+        layer, contexts = random_head(case, function, device)
         clock.lap("random model")
         if case.bounds:
-            bounds = rank_bounds(head, source=case.title(function))
+            bounds = rank_bounds(layer, contexts, source=case.title(function))
             clock.lap("bounds")
             found.append((bounds, bounds_text(bounds)))
         else:
-            spectrum = measured_spectrum(case, head, clock)
+            spectrum = measured_spectrum(case, layer, contexts, clock)
             found.append((spectrum, describe(spectrum)))
-        del head
+        del layer, contexts
         target = dict(case.targets).get(device.type, "")
         parts = {**clock.seconds, "total": clock.total}
         for part, seconds in parts.items():
@@ -246,12 +242,12 @@ def noise_matrices(contexts: int, words: int) -> Iterator[tuple[str, Tensor, Ten
         left, right = (torch.randint(-9, 10, (n, rank), generator=generator).double() for n in (contexts, words))
         matrix_TM = left @ right.T - offset
         yield kind, matrix_TM, with_zeros(matrix_TM, rank + (offset != 0.0))
-    head = random_head(
+    layer, of_layer = random_head(
         Case(name="noise", words=words, contexts=contexts, width=rank, dtype=torch.float64),
         "softmax",
         torch.device("cpu"),
     )
-    matrix_TM = torch.cat([torch.as_tensor(block) for block in head.source().blocks(0)])
+    matrix_TM = torch.cat([torch.as_tensor(block) for block in from_head(layer, of_layer).blocks(0)])
     yield "log softmax", matrix_TM, with_zeros(matrix_TM, rank + 2)
 
 

@@ -31,7 +31,7 @@ STEPS, EARLY, BOUND = 300, 5, 1e-3
 
 
 def rows(language: Language, count: int, seed: int) -> Tensor:
-    return language.sample(count * LENGTH, seed=seed).words_L.view(count, LENGTH)
+    return language.sample(count * LENGTH, seed=seed).tokens_L.view(count, LENGTH)
 
 
 def train(model: Any, text: Tensor, steps: int, *callbacks: Any) -> None:

@@ -28,8 +28,10 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = ("sigsoftmax", "sigsoftmax.distributed", "sigsoftmax.integrations.huggingface")
 MODULES = {
     "analysis": (
-        *("audit", "bend", "capacity", "capacity_curves", "certificates", "gradient_share", "head_sources"),
-        *("matrix_files", "matrix_sources", "spectrum", "streaming", "target", "truncation"),
+        *("audit.argmax", "audit.findings", "audit.gradient_share", "audit.nonlinearity", "audit.truncation"),
+        *("capacity", "capacity.curves", "capacity.distributions", "capacity.fits", "capacity.width_cost"),
+        *("head_weights", "spectrum", "spectrum.bounds", "spectrum.matrix_files", "spectrum.matrix_readers"),
+        *("spectrum.singular_values", "spectrum.streaming"),
     ),
     "lm": (
         *("config", "data.corpus", "dynamic.evaluation", "dynamic.search", "model.language_model", "recipes"),

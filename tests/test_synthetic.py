@@ -24,18 +24,18 @@ def make(request):
 
 def test_rows_are_distributions_without_zeros(make):
     language = make()
-    assert language.log_p_NM.dtype == torch.float64
-    torch.testing.assert_close(language.log_p_NM.exp().sum(1), torch.ones(30, dtype=torch.float64))
-    assert torch.isfinite(language.log_p_NM).all()
+    assert language.log_p_NV.dtype == torch.float64
+    torch.testing.assert_close(language.log_p_NV.exp().sum(1), torch.ones(30, dtype=torch.float64))
+    assert torch.isfinite(language.log_p_NV).all()
 
 
 def test_seed_decides(make):
     one, same, other = make(seed=3), make(seed=3), make(seed=4)
-    assert torch.equal(one.log_p_NM, same.log_p_NM)
-    assert torch.equal(one.next_context_NM, same.next_context_NM)
-    assert not torch.equal(one.log_p_NM, other.log_p_NM)
-    assert torch.equal(one.sample(50, seed=1).words_L, same.sample(50, seed=1).words_L)
-    assert not torch.equal(one.sample(50, seed=1).words_L, one.sample(50, seed=2).words_L)
+    assert torch.equal(one.log_p_NV, same.log_p_NV)
+    assert torch.equal(one.next_context_NV, same.next_context_NV)
+    assert not torch.equal(one.log_p_NV, other.log_p_NV)
+    assert torch.equal(one.sample(50, seed=1).tokens_L, same.sample(50, seed=1).tokens_L)
+    assert not torch.equal(one.sample(50, seed=1).tokens_L, one.sample(50, seed=2).tokens_L)
 
 
 def test_stationary_distribution_is_the_limit_of_powers(make):
@@ -51,7 +51,7 @@ def test_memory_makes_the_context_a_function_of_the_last_words(memory, contexts)
     text = language.sample(3000, seed=0)
     seen = {}
     for t in range(memory, 3000):
-        last = tuple(text.words_L[t - memory : t].tolist())
+        last = tuple(text.tokens_L[t - memory : t].tolist())
         assert seen.setdefault(last, int(text.contexts_L[t])) == int(text.contexts_L[t])
     assert len(set(seen.values())) == contexts
     limit = torch.linalg.matrix_power(language.transition_NN, 2**12)
@@ -65,7 +65,7 @@ def test_log_rank_is_the_rank_asked_for(rank):
 
 def test_topics_have_low_rank_in_probability_and_high_rank_in_log():
     language = Language.topics(contexts=60, words=40, topics=3)
-    assert int(torch.linalg.matrix_rank(language.log_p_NM.exp())) == 3
+    assert int(torch.linalg.matrix_rank(language.log_p_NV.exp())) == 3
     assert language.log_rank > 30
 
 
@@ -75,14 +75,14 @@ def test_a_softmax_language_has_the_rank_of_softmax():
 
 
 def test_peaks_have_their_height():
-    highest = Language.peaked(**SIZES, peak=0.8).log_p_NM.exp().amax(1)
+    highest = Language.peaked(**SIZES, peak=0.8).log_p_NV.exp().amax(1)
     assert ((highest >= 0.8) & (highest <= 1.0)).all()
 
 
 def test_entropy_rate_by_brute_force(make):
     language = make()
-    p_NM = language.log_p_NM.exp()
-    expected = sum(float(language.stationary_N[n]) * -sum(p * math.log(p) for p in p_NM[n].tolist()) for n in range(30))
+    p_NV = language.log_p_NV.exp()
+    expected = sum(float(language.stationary_N[n]) * -sum(p * math.log(p) for p in p_NV[n].tolist()) for n in range(30))
     assert language.entropy_rate == pytest.approx(expected, rel=1e-12)
 
 
@@ -94,35 +94,35 @@ def test_sampled_frequencies_and_loss_agree_with_the_truth():
     torch.testing.assert_close(frequency_N.double(), language.stationary_N, atol=0.006, rtol=0)
     busiest = int(language.stationary_N.argmax())
     here = words[contexts == busiest]
-    expected_M = language.log_p_NM[busiest].exp()
-    deviation_M = (expected_M * (1 - expected_M) / len(here)).sqrt()
-    frequency_M = torch.bincount(here, minlength=12) / len(here)
-    assert ((frequency_M - expected_M).abs() < 4.5 * deviation_M).all()
-    assert torch.equal(contexts[1:], language.next_context_NM[contexts[:-1], words[:-1]])
-    loss = batch_means(-language.log_p_NM[contexts, words])
+    expected_V = language.log_p_NV[busiest].exp()
+    deviation_V = (expected_V * (1 - expected_V) / len(here)).sqrt()
+    frequency_V = torch.bincount(here, minlength=12) / len(here)
+    assert ((frequency_V - expected_V).abs() < 4.5 * deviation_V).all()
+    assert torch.equal(contexts[1:], language.next_context_NV[contexts[:-1], words[:-1]])
+    loss = batch_means(-language.log_p_NV[contexts, words])
     assert abs(loss.mean - language.entropy_rate) < 4.0 * loss.standard_error
 
 
 def test_a_word_of_probability_zero_is_never_drawn():
-    p_NM = torch.tensor([[0.5, 0.0, 0.5, 0.0], [0.0, 0.3, 0.0, 0.7]], dtype=torch.float64)
-    language = Language(p_NM.log(), torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]]))
+    p_NV = torch.tensor([[0.5, 0.0, 0.5, 0.0], [0.0, 0.3, 0.0, 0.7]], dtype=torch.float64)
+    language = Language(p_NV.log(), torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]]))
     words, contexts = language.sample(5000, seed=0)
-    assert (p_NM[contexts, words] > 0).all()
-    assert language.kl(p_NM.log()) == 0.0
+    assert (p_NV[contexts, words] > 0).all()
+    assert language.kl(p_NV.log()) == 0.0
 
 
 def test_kl_of_tables():
     language = KINDS["dirichlet"]()
-    other = KINDS["rank"](seed=1).log_p_NM
-    p_NM = language.log_p_NM.exp()
-    rows = (p_NM * (language.log_p_NM - other)).sum(1)
-    assert language.kl(language.log_p_NM) == 0.0
+    other = KINDS["rank"](seed=1).log_p_NV
+    p_NV = language.log_p_NV.exp()
+    rows = (p_NV * (language.log_p_NV - other)).sum(1)
+    assert language.kl(language.log_p_NV) == 0.0
     assert language.kl(other) == pytest.approx(float(rows @ language.stationary_N))
     assert language.kl(other, weights="uniform") == pytest.approx(float(rows.mean()))
 
 
 def test_position_kl_of_a_table_model_estimates_its_exact_kl():
-    language, model = KINDS["rank"](), KINDS["rank"](seed=1).log_p_NM
+    language, model = KINDS["rank"](), KINDS["rank"](seed=1).log_p_NV
     contexts_L = language.sample(20_000, seed=0).contexts_L
     found = batch_means(language.position_kl(contexts_L, model[contexts_L].float()))
     assert abs(found.mean - language.kl(model)) < 4.0 * found.standard_error
@@ -143,11 +143,11 @@ def test_batch_means_see_correlation():
 
 
 def test_a_trap_is_refused():
-    p_NM = torch.full((2, 2), 0.5, dtype=torch.float64)
-    trapped = Language(p_NM.log(), torch.tensor([[0, 1], [1, 1]]))
+    p_NV = torch.full((2, 2), 0.5, dtype=torch.float64)
+    trapped = Language(p_NV.log(), torch.tensor([[0, 1], [1, 1]]))
     with pytest.raises(ValueError, match=r"every context leads to every other, got one that can be trapped"):
         _ = trapped.stationary_N
-    assert trapped.kl(p_NM.log(), weights="uniform") == 0.0
+    assert trapped.kl(p_NV.log(), weights="uniform") == 0.0
 
 
 def test_a_periodic_chain_has_its_stationary_distribution():
@@ -177,7 +177,7 @@ def test_a_periodic_chain_has_its_stationary_distribution():
         (lambda: KINDS["rank"]().position_kl(torch.tensor([0]), torch.zeros(2, 12)), r"shape \(L, 12\), got \(1,\)"),
         (lambda: batch_means(torch.zeros(3)), r"at least 4 values in one dimension, got shape \(3,\)"),
         (lambda: Language(torch.zeros(1, 1).double(), torch.tensor([[1]])), r"between 0 and 0, got values from 1 to 1"),
-        (lambda: Language(torch.zeros(1, 1).double(), torch.tensor([0])), r"int64 of the shape of log_p_NM, \(1, 1\)"),
+        (lambda: Language(torch.zeros(1, 1).double(), torch.tensor([0])), r"int64 of the shape of log_p_NV, \(1, 1\)"),
     ],
 )
 def test_bad_input(call, message):

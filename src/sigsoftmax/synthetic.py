@@ -1,10 +1,10 @@
-"""Languages whose truth is known: every next-word distribution, the stationary distribution, the entropy rate.
+"""Languages whose truth is known: every next-token distribution, the stationary distribution, the entropy rate.
 
-A language is an automaton. It has N contexts; in each the next of M words is drawn from a known distribution, and
-context and word together determine the next context. So text can be sampled, a table model is judged exactly, and
-a model that reads the text is judged at every position against the distribution that drew the next word.
+A language is an automaton. It has N contexts; in each the next of V tokens is drawn from a known distribution, and
+context and token together determine the next context. So text can be sampled, a table model is judged exactly, and
+a model that reads the text is judged at every position against the distribution that drew the next token.
 
-Shapes: N contexts, M words, L positions of a text. All probabilities are float64.
+Shapes: N contexts, V vocabulary, L positions of a text. All probabilities are float64.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 
 from sigsoftmax.family import OutputFunction
 
-__all__ = ["Estimate", "Language", "Text", "batch_means"]
+__all__ = ["Estimate", "Language", "Text", "batch_means", "row_kl"]
 
 Weighting = Literal["stationary", "uniform"]
 
 
 class Text(NamedTuple):
-    """A sampled text: ``words_L[t]`` was drawn in context ``contexts_L[t]``."""
+    """A sampled text: ``tokens_L[t]`` was drawn in context ``contexts_L[t]``."""
 
-    words_L: Tensor
+    tokens_L: Tensor
     contexts_L: Tensor
 
 
@@ -43,40 +43,40 @@ class Estimate(NamedTuple):
 
 
 class Language:
-    """N contexts x M words: ``log_p_NM`` and the map (context, word) -> context.
+    """N contexts x V tokens: ``log_p_NV`` and the map (context, token) -> context.
 
     The constructors below make every kind that the product uses; each is a function of its arguments and ``seed``.
-    ``memory`` chooses the map. None makes a random automaton, in which a word of one context leads anywhere: exact
+    ``memory`` chooses the map. None makes a random automaton, in which a token of one context leads anywhere: exact
     tables are at home there, but a reader of the text has to learn the automaton. ``memory=m`` makes the context a
-    function of the last m words (each word belongs to one of N ** (1/m) classes), which a small model can learn.
+    function of the last m tokens (each belongs to one of N ** (1/m) classes), which a small model can learn.
     Both are irreducible and aperiodic for distributions without zeros.
     """
 
-    def __init__(self, log_p_NM: Tensor, next_context_NM: Tensor, *, description: str = "given distributions") -> None:
-        self.log_p_NM = _checked_log_probs(log_p_NM, "log_p_NM").to(torch.float64)
-        self.next_context_NM = _checked_map(next_context_NM, self.log_p_NM)
+    def __init__(self, log_p_NV: Tensor, next_context_NV: Tensor, *, description: str = "given distributions") -> None:
+        self.log_p_NV = _checked_log_probs(log_p_NV, "log_p_NV").to(torch.float64)
+        self.next_context_NV = _checked_map(next_context_NV, self.log_p_NV)
         self.description = description
 
     @property
     def num_contexts(self) -> int:
-        return self.log_p_NM.shape[0]
+        return self.log_p_NV.shape[0]
 
     @property
-    def num_words(self) -> int:
-        return self.log_p_NM.shape[1]
+    def vocabulary(self) -> int:
+        return self.log_p_NV.shape[1]
 
     def __repr__(self) -> str:
-        return f"Language({self.description}; {self.num_contexts} contexts, {self.num_words} words)"
+        return f"Language({self.description}; {self.num_contexts} contexts, {self.vocabulary} tokens)"
 
     @cached_property
     def transition_NN(self) -> Tensor:
         """The probability of the next context given this one."""
         zeros = torch.zeros(self.num_contexts, self.num_contexts, dtype=torch.float64)
-        return zeros.scatter_add(1, self.next_context_NM, self.log_p_NM.exp())
+        return zeros.scatter_add(1, self.next_context_NV, self.log_p_NV.exp())
 
     @cached_property
     def stationary_N(self) -> Tensor:
-        """How often each context occurs in an endless text; solved for, not iterated, and checked."""
+        """The share of each context in an endless text; solved for, not iterated, and checked."""
         transition_NN = self.transition_NN
         if not _is_irreducible(transition_NN > 0):
             raise ValueError(
@@ -98,71 +98,67 @@ class Language:
 
     @cached_property
     def entropy_rate(self) -> float:
-        """Nats per word of an endless text: the loss of a perfect model."""
-        return float(self.stationary_N @ torch.special.entr(self.log_p_NM.exp()).sum(1))
+        """Nats per token of an endless text: the loss of a perfect model."""
+        return float(self.stationary_N @ torch.special.entr(self.log_p_NV.exp()).sum(1))
 
     @cached_property
     def log_rank(self) -> int:
         """Numerical rank of log P: singular values above max(N, M) * eps * the largest, in float64 (numpy's rule)."""
-        if torch.isinf(self.log_p_NM).any():
-            raise ValueError("log P has no rank, since some words have probability zero and log P is -inf there")
-        return int(torch.linalg.matrix_rank(self.log_p_NM))
+        if torch.isinf(self.log_p_NV).any():
+            raise ValueError("log P has no rank, since some tokens have probability zero and log P is -inf there")
+        return int(torch.linalg.matrix_rank(self.log_p_NV))
 
     def weights_N(self, weights: Weighting = "stationary") -> Tensor:
-        """How much each context counts; sums to one."""
+        """The weight of each context; the weights sum to one."""
         if weights == "stationary":
             return self.stationary_N
         if weights == "uniform":
             return torch.full((self.num_contexts,), 1.0 / self.num_contexts, dtype=torch.float64)
         raise ValueError(f"weights must be 'stationary' or 'uniform', got {weights!r}")
 
-    def kl(self, log_q_NM: Tensor, *, weights: Weighting = "stationary") -> float:
+    def kl(self, log_q_NV: Tensor, *, weights: Weighting = "stationary") -> float:
         """The exact mean over contexts of KL(P || Q), in nats, for a model given as a table."""
-        if log_q_NM.shape != self.log_p_NM.shape:
+        if log_q_NV.shape != self.log_p_NV.shape:
             raise ValueError(
-                f"log_q_NM must have one row per context and one column per word, {tuple(self.log_p_NM.shape)}, "
-                f"got {tuple(log_q_NM.shape)}"
+                f"log_q_NV must have one row per context and one column per token, {tuple(self.log_p_NV.shape)}, "
+                f"got {tuple(log_q_NV.shape)}"
             )
-        return float(self.weights_N(weights) @ _row_kl(self.log_p_NM, _checked_log_probs(log_q_NM, "log_q_NM")))
+        return float(self.weights_N(weights) @ row_kl(self.log_p_NV, _checked_log_probs(log_q_NV, "log_q_NV")))
 
     def sample(self, length: int, *, seed: int) -> Text:
-        """A text of ``length`` words that starts in a context drawn from the stationary distribution."""
+        """A text of ``length`` tokens that starts in a context drawn from the stationary distribution."""
         if length < 0:
             raise ValueError(f"length must not be negative, got {length}")
         rng = default_rng(seed)
         context = int(rng.choice(self.num_contexts, p=self.stationary_N.numpy()))
-        p_NM, next_NM = self.log_p_NM.exp().numpy(), self.next_context_NM.numpy()
+        p_NV, next_NV = self.log_p_NV.exp().numpy(), self.next_context_NV.numpy()
         # bisect on Python lists is several times faster than numpy on single rows; rows are made when first met.
         rows: dict[int, tuple[list[float], list[int]]] = {}
-        words, contexts = np.empty(length, dtype=np.int64), np.empty(length, dtype=np.int64)
+        tokens, contexts = np.empty((2, length), dtype=np.int64)
         for position, uniform in enumerate(rng.random(length).tolist()):
             if context not in rows:
-                cumulative = p_NM[context].cumsum()
-                # Dividing by the total makes the last word that can occur exactly 1, so that no other is drawn.
-                rows[context] = ((cumulative / cumulative[-1]).tolist(), next_NM[context].tolist())
+                cumulative = p_NV[context].cumsum()
+                # Dividing by the total makes the last token that can occur exactly 1, so that no other is drawn.
+                rows[context] = ((cumulative / cumulative[-1]).tolist(), next_NV[context].tolist())
             row, following = rows[context]
-            word = bisect.bisect_right(row, uniform)
-            words[position], contexts[position] = word, context
-            context = following[word]
-        return Text(torch.from_numpy(words), torch.from_numpy(contexts))
+            token = bisect.bisect_right(row, uniform)
+            tokens[position], contexts[position] = token, context
+            context = following[token]
+        return Text(torch.from_numpy(tokens), torch.from_numpy(contexts))
 
-    def position_kl(self, contexts_L: Tensor, log_q_LM: Tensor) -> Tensor:
+    def position_kl(self, contexts_L: Tensor, log_q_LV: Tensor) -> Tensor:
         """KL(P of the position's context || Q of the position), (L,): exact at each position, whatever made Q.
 
-        The mean over a text estimates what the model loses per word; :func:`batch_means` gives its standard error.
+        The mean over a text estimates what the model loses per token; :func:`batch_means` gives its standard error.
         """
-        if contexts_L.ndim != 1 or log_q_LM.shape != (contexts_L.shape[0], self.num_words):
+        if contexts_L.ndim != 1 or log_q_LV.shape != (contexts_L.shape[0], self.vocabulary):
             raise ValueError(
-                f"expected contexts of shape (L,) and log_q_LM of shape (L, {self.num_words}), got "
-                f"{tuple(contexts_L.shape)} and {tuple(log_q_LM.shape)}"
+                f"expected contexts of shape (L,) and log_q_LV of shape (L, {self.vocabulary}), got "
+                f"{tuple(contexts_L.shape)} and {tuple(log_q_LV.shape)}"
             )
-        if contexts_L.numel() and not 0 <= int(contexts_L.min()) <= int(contexts_L.max()) < self.num_contexts:
-            raise ValueError(
-                f"contexts must be between 0 and {self.num_contexts - 1}, got values from {int(contexts_L.min())} to "
-                f"{int(contexts_L.max())}; pass the contexts that `sample` returned"
-            )
-        log_q_LM = _checked_log_probs(log_q_LM, "log_q_LM").cpu()
-        return _row_kl(self.log_p_NM[contexts_L.cpu()], log_q_LM)
+        _check_range("contexts", contexts_L, self.num_contexts, "; pass the contexts that `sample` returned")
+        log_q_LV = _checked_log_probs(log_q_LV, "log_q_LV").cpu()
+        return row_kl(self.log_p_NV[contexts_L.cpu()], log_q_LV)
 
     @classmethod
     def of_rank(
@@ -172,29 +168,25 @@ class Language:
 
         The logits are a product of Gaussian factors of rank - 1 columns: normalising adds the direction of ones.
         """
-        _check_sizes(contexts, words)
+        rng = _generator(seed, contexts, words, scale=scale)
         if not 1 <= rank <= min(contexts, words):
             raise ValueError(
                 f"rank must be between 1 and min(contexts, words) = {min(contexts, words)}, got {rank}; "
                 "the rank of a matrix is at most its smaller side"
             )
-        _check_positive("scale", scale)
-        rng = default_rng(seed)
         left = rng.standard_normal((contexts, rank - 1))
         right = rng.standard_normal((words, rank - 1))
-        logits_NM = scale * (left @ right.T) / math.sqrt(max(rank - 1, 1))
-        return cls._of_logits(logits_NM, memory, rng, f"generic log P of rank {rank}, scale {scale:g}, seed {seed}")
+        logits_NV = scale * (left @ right.T) / math.sqrt(max(rank - 1, 1))
+        return cls._of_logits(logits_NV, memory, rng, f"generic log P of rank {rank}, scale {scale:g}, seed {seed}")
 
     @classmethod
     def dirichlet(
         cls, *, contexts: int, words: int, concentration: float = 0.5, memory: int | None = None, seed: int = 0
     ) -> Language:
-        """Independent rows from a symmetric Dirichlet; a small concentration makes a few words take most of a row."""
-        _check_sizes(contexts, words)
-        _check_positive("concentration", concentration)
-        rng = default_rng(seed)
-        logits_NM = _log_gammas(rng, concentration, (contexts, words))
-        return cls._of_logits(logits_NM, memory, rng, f"Dirichlet({concentration:g}) rows, seed {seed}")
+        """Independent rows from a symmetric Dirichlet; a small concentration makes a few tokens take most of a row."""
+        rng = _generator(seed, contexts, words, concentration=concentration)
+        logits_NV = _log_gammas(rng, concentration, (contexts, words))
+        return cls._of_logits(logits_NV, memory, rng, f"Dirichlet({concentration:g}) rows, seed {seed}")
 
     @classmethod
     def topics(
@@ -207,38 +199,35 @@ class Language:
         memory: int | None = None,
         seed: int = 0,
     ) -> Language:
-        """Each context mixes ``topics`` word distributions: P has rank ``topics``, while log P has high rank.
+        """Each context mixes ``topics`` token distributions: P has rank ``topics``, while log P has high rank.
 
         Both the mixing weights and the topics are Dirichlet(1 / sharpness).
         """
-        _check_sizes(contexts, words)
+        rng = _generator(seed, contexts, words, sharpness=sharpness)
         if topics < 1:
             raise ValueError(f"topics must be at least 1, got {topics}")
-        _check_positive("sharpness", sharpness)
-        rng = default_rng(seed)
         log_weights, log_topics = (
             torch.log_softmax(torch.from_numpy(_log_gammas(rng, 1.0 / sharpness, size)), -1).numpy()
             for size in ((contexts, topics), (topics, words))
         )
         # Summed one topic at a time in log space: no underflow, and nothing of size contexts x topics x words.
-        logits_NM = np.full((contexts, words), -np.inf)
+        logits_NV = np.full((contexts, words), -np.inf)
         for topic in range(topics):
-            logits_NM = np.logaddexp(logits_NM, log_weights[:, topic, None] + log_topics[topic])
-        return cls._of_logits(logits_NM, memory, rng, f"{topics} topics, sharpness {sharpness:g}, seed {seed}")
+            logits_NV = np.logaddexp(logits_NV, log_weights[:, topic, None] + log_topics[topic])
+        return cls._of_logits(logits_NV, memory, rng, f"{topics} topics, sharpness {sharpness:g}, seed {seed}")
 
     @classmethod
     def peaked(
         cls, *, contexts: int, words: int, peak: float = 0.9, memory: int | None = None, seed: int = 0
     ) -> Language:
-        """Each context has a favourite word of probability about ``peak``; the rest follows one Zipf law for all."""
-        _check_sizes(contexts, words)
+        """Each context has a favourite token of probability about ``peak``; the rest follows one Zipf law for all."""
+        rng = _generator(seed, contexts, words)
         if not 0.0 < peak < 1.0:
             raise ValueError(f"peak is a probability strictly between 0 and 1, got {peak}")
-        rng = default_rng(seed)
-        common_M = 1.0 / rng.permutation(np.arange(1.0, words + 1.0))
-        p_NM = np.tile((1.0 - peak) * common_M / common_M.sum(), (contexts, 1))
-        p_NM[np.arange(contexts), rng.integers(words, size=contexts)] += peak
-        return cls._of_logits(np.log(p_NM), memory, rng, f"rows with a peak of {peak:g}, seed {seed}")
+        common_V = 1.0 / rng.permutation(np.arange(1.0, words + 1.0))
+        p_NV = np.tile((1.0 - peak) * common_V / common_V.sum(), (contexts, 1))
+        p_NV[np.arange(contexts), rng.integers(words, size=contexts)] += peak
+        return cls._of_logits(np.log(p_NV), memory, rng, f"rows with a peak of {peak:g}, seed {seed}")
 
     @classmethod
     def made_by(
@@ -252,27 +241,25 @@ class Language:
         memory: int | None = None,
         seed: int = 0,
     ) -> Language:
-        """What an output layer of the given member and width makes of Gaussian h, W and class bias.
+        """The output of a layer of the given member and width for Gaussian h, W and class bias.
 
         The logits have standard deviation about ``scale``; with the same member and width a model can be perfect.
         """
         member = OutputFunction.parse(function)
-        _check_sizes(contexts, words)
+        rng = _generator(seed, contexts, words, scale=scale)
         if width < 1:
             raise ValueError(f"width must be at least 1, got {width}")
-        _check_positive("scale", scale)
-        rng = default_rng(seed)
-        h_Nd, w_Md = rng.standard_normal((contexts, width)), rng.standard_normal((words, width))
-        z_NM = scale * (h_Nd @ w_Md.T / math.sqrt(width) + 0.5 * rng.standard_normal(words))
-        phi_NM = member.phi(torch.from_numpy(z_NM)).detach().numpy()
-        return cls._of_logits(phi_NM, memory, rng, f"made by {member} of width {width}, scale {scale:g}, seed {seed}")
+        h_Nd, w_Vd = rng.standard_normal((contexts, width)), rng.standard_normal((words, width))
+        z_NV = scale * (h_Nd @ w_Vd.T / math.sqrt(width) + 0.5 * rng.standard_normal(words))
+        phi_NV = member.phi(torch.from_numpy(z_NV)).detach().numpy()
+        return cls._of_logits(phi_NV, memory, rng, f"made by {member} of width {width}, scale {scale:g}, seed {seed}")
 
     @classmethod
-    def _of_logits(cls, logits_NM: NDArray[np.float64], memory: int | None, rng: Generator, text: str) -> Language:
-        contexts, words = logits_NM.shape
-        next_NM = _automaton(contexts, words, rng) if memory is None else _last_words(contexts, words, memory, rng)
-        log_p_NM = torch.log_softmax(torch.from_numpy(logits_NM), -1)
-        return cls(log_p_NM, torch.from_numpy(next_NM), description=text)
+    def _of_logits(cls, logits_NV: NDArray[np.float64], memory: int | None, rng: Generator, text: str) -> Language:
+        contexts, words = logits_NV.shape
+        next_NV = _automaton(contexts, words, rng) if memory is None else _last_tokens(contexts, words, memory, rng)
+        log_p_NV = torch.log_softmax(torch.from_numpy(logits_NV), -1)
+        return cls(log_p_NV, torch.from_numpy(next_NV), description=text)
 
 
 def batch_means(values_L: Tensor) -> Estimate:
@@ -297,16 +284,16 @@ def batch_means(values_L: Tensor) -> Estimate:
 
 def _automaton(contexts: int, words: int, rng: Generator) -> NDArray[np.int64]:
     """A random map with a cycle through all contexts laid in (irreducible) and one loop (aperiodic)."""
-    next_NM = rng.integers(contexts, size=(contexts, words))
+    next_NV = rng.integers(contexts, size=(contexts, words))
     order = rng.permutation(contexts)
-    step_word = rng.integers(words, size=contexts)
-    next_NM[order, step_word] = np.roll(order, -1)
-    next_NM[order[0], (step_word[0] + 1) % words] = order[0]
-    return next_NM
+    step_token = rng.integers(words, size=contexts)
+    next_NV[order, step_token] = np.roll(order, -1)
+    next_NV[order[0], (step_token[0] + 1) % words] = order[0]
+    return next_NV
 
 
-def _last_words(contexts: int, words: int, memory: int, rng: Generator) -> NDArray[np.int64]:
-    """The context is the tuple of classes of the last ``memory`` words, read as digits."""
+def _last_tokens(contexts: int, words: int, memory: int, rng: Generator) -> NDArray[np.int64]:
+    """The context is the tuple of classes of the last ``memory`` tokens, read as digits."""
     if memory < 1:
         raise ValueError(f"memory must be at least 1, or None for a random automaton, got {memory}")
     classes = round(contexts ** (1.0 / memory))
@@ -315,25 +302,23 @@ def _last_words(contexts: int, words: int, memory: int, rng: Generator) -> NDArr
             f"with memory={memory} the number of contexts must be a power classes ** {memory} with at most as many "
             f"classes as words ({words}), got {contexts} contexts; try contexts={min(classes, words) ** memory}"
         )
-    class_of_word_M = rng.permutation(np.arange(words) % classes)
+    class_of_token_V = rng.permutation(np.arange(words) % classes)
     context_N = np.arange(contexts)
-    following: NDArray[np.int64] = ((context_N * classes) % contexts)[:, None] + class_of_word_M
+    following: NDArray[np.int64] = ((context_N * classes) % contexts)[:, None] + class_of_token_V
     return following
 
 
 def _is_irreducible(edges_NN: Tensor) -> bool:
-    """Whether every context can be reached from the first, and the first from every context."""
-    return all(_reached_from_first(edges) for edges in (edges_NN, edges_NN.T))
-
-
-def _reached_from_first(edges_NN: Tensor) -> bool:
-    reached_N = torch.zeros(edges_NN.shape[0], dtype=torch.bool)
-    reached_N[0] = True
-    frontier_N = reached_N.clone()
-    while frontier_N.any():
-        frontier_N = edges_NN[frontier_N].any(0) & ~reached_N
-        reached_N |= frontier_N
-    return bool(reached_N.all())
+    """True if every context can be reached from the first, and the first from every context."""
+    for edges in (edges_NN, edges_NN.T):
+        reached_N = torch.arange(len(edges)) == 0
+        frontier_N = reached_N
+        while frontier_N.any():
+            frontier_N = edges[frontier_N].any(0) & ~reached_N
+            reached_N = reached_N | frontier_N
+        if not reached_N.all():
+            return False
+    return True
 
 
 def _log_gammas(rng: Generator, shape_parameter: float, size: tuple[int, int]) -> NDArray[np.float64]:
@@ -343,13 +328,14 @@ def _log_gammas(rng: Generator, shape_parameter: float, size: tuple[int, int]) -
     return logs + boost
 
 
-def _row_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    # A word that cannot occur costs nothing, whatever the model says: 0 * (-inf - x) := 0.
-    terms = log_p.exp() * (log_p - log_q.to(torch.float64))
-    return torch.where(torch.isneginf(log_p), torch.zeros_like(terms), terms).sum(-1)
+def row_kl(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
+    """KL(P || Q) of every row, (N,), in nats and in float64."""
+    p_NV = log_p_NV.to(torch.float64).exp()
+    # A token that cannot occur costs nothing, whatever the model says: 0 * (-inf - x) := 0.
+    return torch.where(p_NV > 0.0, p_NV * (log_p_NV - log_q_NV.to(torch.float64)), 0.0).sum(-1)
 
 
-# --- the border -----------------------------------------------------------------------------------------------------
+# --- validation -----------------------------------------------------------------------------------------------------
 
 
 def _checked_log_probs(log_p: Tensor, name: str) -> Tensor:
@@ -371,28 +357,29 @@ def _checked_log_probs(log_p: Tensor, name: str) -> Tensor:
     return log_p
 
 
-def _checked_map(next_context_NM: Tensor, log_p_NM: Tensor) -> Tensor:
-    num_contexts = log_p_NM.shape[0]
-    if next_context_NM.shape != log_p_NM.shape or next_context_NM.dtype != torch.int64:
+def _checked_map(next_context_NV: Tensor, log_p_NV: Tensor) -> Tensor:
+    if next_context_NV.shape != log_p_NV.shape or next_context_NV.dtype != torch.int64:
         raise ValueError(
-            f"next_context_NM must be int64 of the shape of log_p_NM, {tuple(log_p_NM.shape)}, got "
-            f"{next_context_NM.dtype} of shape {tuple(next_context_NM.shape)}"
+            f"next_context_NV must be int64 of the shape of log_p_NV, {tuple(log_p_NV.shape)}, got "
+            f"{next_context_NV.dtype} of shape {tuple(next_context_NV.shape)}"
         )
-    if not log_p_NM.numel():
-        raise ValueError(f"a language needs at least one context and one word, got shape {tuple(log_p_NM.shape)}")
-    if int(next_context_NM.min()) < 0 or int(next_context_NM.max()) >= num_contexts:
-        raise ValueError(
-            f"next contexts must be between 0 and {num_contexts - 1}, got values from {int(next_context_NM.min())} "
-            f"to {int(next_context_NM.max())}"
-        )
-    return next_context_NM
+    if not log_p_NV.numel():
+        raise ValueError(f"a language needs at least one context and one token, got shape {tuple(log_p_NV.shape)}")
+    _check_range("next contexts", next_context_NV, len(log_p_NV))
+    return next_context_NV
 
 
-def _check_sizes(contexts: int, words: int) -> None:
+def _check_range(name: str, contexts: Tensor, count: int, advice: str = "") -> None:
+    low, high = (int(end) for end in torch.aminmax(contexts)) if contexts.numel() else (0, 0)
+    if not 0 <= low <= high < count:
+        raise ValueError(f"{name} must be between 0 and {count - 1}, got values from {low} to {high}{advice}")
+
+
+def _generator(seed: int, contexts: int, words: int, **positive: float) -> Generator:
+    """The source of randomness of a language of valid sizes and positive parameters."""
     if contexts < 1 or words < 2:
         raise ValueError(f"a language needs at least 1 context and 2 words, got {contexts} and {words}")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0.0):
-        raise ValueError(f"{name} must be a positive number, got {value}")
+    for name, value in positive.items():
+        if not (math.isfinite(value) and value > 0.0):
+            raise ValueError(f"{name} must be a positive number, got {value}")
+    return default_rng(seed)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sigsoftmax.analysis.probing import is_rising, line_beyond, slopes_of_ends
+from sigsoftmax.analysis.probing import is_rising, line_beyond, settled_slope
 from sigsoftmax.family import OutputFunction, register_function
 
 
@@ -34,9 +34,8 @@ def test_rising_is_strictly_increasing(text):
 @every_text
 def test_slopes_of_ends_are_those_of_the_asymptotes(text):
     pieces = {piece.where: piece.slope for piece in OutputFunction.parse(text).properties.linear_pieces}
-    probed = slopes_of_ends(unknown(text), 2)
-    for where in ("left", "right"):
-        slope = getattr(probed, where)
+    for where, sign in (("left", -1.0), ("right", 1.0)):
+        slope = settled_slope(unknown(text), 2, sign)
         assert (slope is None) is (where not in pieces)
         if slope is not None:
             assert slope.tolist() == pytest.approx([pieces[where]] * 2, abs=1e-9)
@@ -56,5 +55,5 @@ def test_a_line_begins_some_way_from_the_bend(text):
 
 def test_slopes_that_differ_by_class_are_kept_apart():
     function = register_function("leaning", lambda z, s: s * z, parameters={"s": 1.0})
-    probed = slopes_of_ends(function.with_parameters(s=torch.tensor([1.0, 2.0])), 2)
-    assert probed.left.tolist() == probed.right.tolist() == [1.0, 2.0]
+    leaning = function.with_parameters(s=torch.tensor([1.0, 2.0]))
+    assert all(settled_slope(leaning, 2, sign).tolist() == [1.0, 2.0] for sign in (-1.0, 1.0))

@@ -98,7 +98,7 @@ def test_a_run_that_is_stopped_or_does_less_takes_nothing_away(tmp_path):
 def test_a_file_that_has_other_distributions_now_is_another_truth(tmp_path):
     changes = {"target": str(tmp_path / "p.npy"), "heads": ("softmax",), "widths": (1,)}
     for rank in (2, 12):
-        np.save(tmp_path / "p.npy", Language.of_rank(contexts=20, words=12, rank=rank).log_p_NM.exp().numpy())
+        np.save(tmp_path / "p.npy", Language.of_rank(contexts=20, words=12, rank=rank).log_p_NV.exp().numpy())
         config = CapacityToolConfig(out=tmp_path / "out", **{**SMALL, **changes})
         run(config, lambda _: None)
     found = [r.payload_as(CapacityResult) for r in read(config.records) if r.kind == CapacityResult.KIND]
@@ -107,7 +107,7 @@ def test_a_file_that_has_other_distributions_now_is_another_truth(tmp_path):
 
 def test_given_distributions(tmp_path):
     language = Language.of_rank(contexts=20, words=12, rank=6)
-    np.save(tmp_path / "p.npy", language.log_p_NM.exp().numpy())
+    np.save(tmp_path / "p.npy", language.log_p_NV.exp().numpy())
     changes = {"target": str(tmp_path / "p.npy"), "heads": ("softmax",), "widths": (2,)}
     said: list[str] = []
     (result,) = run(CapacityToolConfig(out=tmp_path, **{**SMALL, **changes}), said.append)
@@ -150,7 +150,7 @@ def test_containment_is_asserted(tmp_path, monkeypatch):
 def test_the_default_language_is_that_of_the_demo():
     config = CapacityToolConfig()
     assert config.widths == (2, 4, 8, 16, 32, 64)
-    assert capacity.open_distributions(config.target).log_p_NM.shape == (400, 200)
+    assert capacity.open_distributions(config.target).log_p_NV.shape == (400, 200)
 
 
 @pytest.mark.parametrize(

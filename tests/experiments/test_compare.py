@@ -69,8 +69,8 @@ def test_heads_have_equal_budgets(two_seeds):
 def test_distance_to_the_truth_is_loss_minus_entropy(two_seeds):
     corpus = data.Corpus.load("language")
     contexts, words = corpus.test_contexts[1:], corpus.test[1:]
-    of_truth = -corpus.language.log_p_NM[contexts, words].mean().item()
-    entropy = torch.special.entr(corpus.language.log_p_NM.exp()).sum(1)[contexts].mean().item()
+    of_truth = -corpus.language.log_p_NV[contexts, words].mean().item()
+    entropy = torch.special.entr(corpus.language.log_p_NV.exp()).sum(1)[contexts].mean().item()
     for measured in two_seeds[1]:
         record = measured.record
         assert record.kl > 0

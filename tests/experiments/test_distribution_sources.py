@@ -7,7 +7,7 @@ import torch
 from sigsoftmax.experiments.distribution_sources import StoredDistributions, open_distributions, parse_language
 from sigsoftmax.synthetic import Language
 
-LOG_P = Language.of_rank(contexts=9, words=7, rank=4, seed=0).log_p_NM
+LOG_P = Language.of_rank(contexts=9, words=7, rank=4, seed=0).log_p_NV
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,9 @@ LOG_P = Language.of_rank(contexts=9, words=7, rank=4, seed=0).log_p_NM
 )
 def test_languages(text, expected):
     language = parse_language(text)
-    assert language.log_p_NM.shape == (9, 7)
+    assert language.log_p_NV.shape == (9, 7)
     if expected is not None:
-        assert torch.equal(language.log_p_NM, expected.log_p_NM)
+        assert torch.equal(language.log_p_NV, expected.log_p_NV)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_languages_that_cannot_be_read(text, message):
 def test_files(tmp_path, matrix):
     np.save(tmp_path / "p.npy", matrix.numpy())
     found = open_distributions(str(tmp_path / "p.npy"))
-    torch.testing.assert_close(found.log_p_NM, LOG_P, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.log_p_NV, LOG_P, rtol=0, atol=1e-5)
     assert found.description == "distributions of p.npy"
     assert found.weights_N.tolist() == pytest.approx([1 / 9] * 9)
 

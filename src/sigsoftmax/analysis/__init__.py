@@ -1,1 +1,1 @@
-"""What an output layer can express and what it does express: spectra, ranks, and the least KL of every head."""
+"""Analyses of output layers: spectra and ranks, the least KL that every head can reach, and audits."""

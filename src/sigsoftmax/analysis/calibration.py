@@ -1,4 +1,4 @@
-"""Whether the probabilities of a classifier mean what they say: calibration error, Brier score, reliability.
+"""Calibration of the probabilities of a classifier: calibration error, Brier score, reliability.
 
 The calibration error is that of the predicted class, with bins of equal width. Few examples make it too large, also for
 a perfectly calibrated classifier, and another number of bins gives another value: compare it on equal examples and bins
@@ -33,26 +33,23 @@ def calibration(log_probs_NV: Tensor, target_N: Tensor, *, bins: int = BINS) -> 
     right_N = (predicted_N == target_N).double()
     # (low, high], so that full confidence belongs to the last bin. Rounding must not lead beyond it.
     bin_N = (torch.ceil(confidence_N * bins).long() - 1).clamp(0, bins - 1)
-    found = tuple(_bin(i, bins, confidence_N[bin_N == i], right_N[bin_N == i]) for i in range(bins))
-    gaps = (
-        b.count * abs(b.accuracy - b.confidence) for b in found if b.accuracy is not None and b.confidence is not None
+    counts, confidences, rights = (
+        torch.bincount(bin_N, weights, bins).tolist() for weights in (None, confidence_N, right_N)
     )
     is_class_NV = torch.nn.functional.one_hot(target_N, probs_NV.shape[-1])
     return Calibration(
-        expected_error=sum(gaps) / len(target_N),
+        expected_error=sum(abs(r - c) for r, c in zip(rights, confidences, strict=True)) / len(target_N),
         brier=float((probs_NV - is_class_NV).square().sum(-1).mean()),
-        bins=found,
-    )
-
-
-def _bin(index: int, bins: int, confidence: Tensor, right: Tensor) -> ConfidenceBin:
-    count = confidence.numel()
-    return ConfidenceBin(
-        low=index / bins,
-        high=(index + 1) / bins,
-        count=count,
-        confidence=float(confidence.mean()) if count else None,
-        accuracy=float(right.mean()) if count else None,
+        bins=tuple(
+            ConfidenceBin(
+                low=i / bins,
+                high=(i + 1) / bins,
+                count=count,
+                confidence=confidences[i] / count if count else None,
+                accuracy=rights[i] / count if count else None,
+            )
+            for i, count in enumerate(counts)
+        ),
     )
 
 

@@ -98,9 +98,9 @@ def run(config: CapacityToolConfig, say: Say, progress: Say = lambda _: None) ->
     """Fit, check containment, print and record. Each fit is recorded when it is done: an interrupt loses none."""
     began = time.perf_counter()
     truth = open_distributions(config.target, weights=config.weights)
-    contexts, words = truth.log_p_NM.shape
-    has_zeros = bool((truth.log_p_NM == -math.inf).any())
-    of_truth = None if has_zeros else spectrum(truth.log_p_NM, source=f"log P of {truth.description}")
+    contexts, words = truth.log_p_NV.shape
+    has_zeros = bool((truth.log_p_NV == -math.inf).any())
+    of_truth = None if has_zeros else spectrum(truth.log_p_NV, source=f"log P of {truth.description}")
     rank = (
         "some words have probability zero, so log P has no rank"
         if of_truth is None

@@ -232,7 +232,7 @@ def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str
     if language is not None:
         text = (
             f"{corpus.train.numel():,} words sampled from a language of known truth ({language.description}; "
-            f"{language.num_contexts} contexts, {language.num_words} words, log P of rank {language.log_rank})"
+            f"{language.num_contexts} contexts, {language.vocabulary} words, log P of rank {language.log_rank})"
         )
     seeds = f"{len(config.seeds)} seed{'s' if len(config.seeds) > 1 else ''}"
     width = recipes[0].model.embedding

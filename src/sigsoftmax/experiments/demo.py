@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves
+from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
@@ -77,14 +78,14 @@ def run(config: DemoConfig, say: Say, progress: Say = lambda _: None) -> list[Ca
     """Fit, print, draw and record. ``say`` prints a paragraph, ``progress`` replaces a line that may be lost."""
     began = time.perf_counter()
     language = config.language()
-    truth = spectrum(language.log_p_NM, source=f"log P of the language ({language.description})")
+    truth = spectrum(language.log_p_NV, source=f"log P of the language ({language.description})")
     say(
-        f"A language of known truth: {language.num_contexts} contexts, {language.num_words} words, "
+        f"A language of known truth: {language.num_contexts} contexts, {language.vocabulary} words, "
         f"log P of rank {language.log_rank} (seed {config.seed}).\n"
         "Each head is fitted with a free h for every context, free W and class bias, in float64, from several starts."
     )
     results = capacity_curves(
-        language,
+        Distributions.of_language(language),
         config.capacity(),
         progress=lambda result, done, total: progress(f"fitted {done} of {total}: {result.head}, d = {result.width}"),
     )

@@ -44,7 +44,7 @@ def open_distributions(text: str, *, weights: Weighting = "uniform") -> Distribu
         return Distributions.of_language(parse_language(text), weights)
     stored = StoredDistributions(Path(text))
     return Distributions(
-        log_p_NM=stored.log_probs(torch.arange(stored.contexts)),
+        log_p_NV=stored.log_probs(torch.arange(stored.contexts)),
         weights_N=torch.full((stored.contexts,), 1.0 / stored.contexts, dtype=torch.float64),
         description=f"distributions of {Path(text).name}",
     )

@@ -10,7 +10,7 @@ MACHINE = Machine(products32=1e11, products64=5e10, elements=5e8)
 
 
 def total(**changes):
-    given = {"contexts": 1000, "words": 50_000, "width": 1024, "sampled": 256, "truncated": 10, **changes}
+    given = {"contexts": 1000, "vocabulary": 50_000, "width": 1024, "sampled": 256, "truncated": 10, **changes}
     return sum(step.seconds for step in audit_steps(MACHINE, **given))
 
 
@@ -18,26 +18,26 @@ def test_more_work_takes_longer():
     usual = total()
     for changes in (
         {"contexts": 2000},
-        {"words": 100_000},
+        {"vocabulary": 100_000},
         {"width": 2048},
         {"components": 4},
         {"is_softmax": False},
         {"operations_per_context": 1e10},
-        {"argmax_words": 1000, "argmax_seconds": 60.0},
+        {"argmax_tokens": 1000, "argmax_seconds": 60.0},
     ):
         assert total(**changes) > usual
 
 
 def test_bounds_alone_take_less():
     assert total(contexts=0) < total()
-    assert [step.name for step in audit_steps(MACHINE, contexts=0, words=1000, width=64)] == [
+    assert [step.name for step in audit_steps(MACHINE, contexts=0, vocabulary=1000, width=64)] == [
         "log-probabilities",
         "rank bounds",
     ]
 
 
 def test_a_matrix_has_no_layer_to_look_at():
-    names = [step.name for step in audit_steps(MACHINE, contexts=10, words=100, width=None, truncated=3)]
+    names = [step.name for step in audit_steps(MACHINE, contexts=10, vocabulary=100, width=None, truncated=3)]
     assert names == ["spectrum", "truncation"]
 
 

@@ -5,20 +5,20 @@ import torch
 
 from sigsoftmax.analysis.audit import findings as audit
 from sigsoftmax.analysis.audit.findings import AuditSettings, Findings, Subject, contexts_within, log_probs_of, measure
-from sigsoftmax.analysis.output_layer import Contexts, OutputLayer
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.family.heads import Head
 
-SETTINGS = AuditSettings(memory=1 << 28, argmax_words=20, argmax_seconds=30.0)
+SETTINGS = AuditSettings(memory=1 << 28, argmax_tokens=20, argmax_seconds=30.0)
 V, D, N = 70, 5, 40
 
 
 def subject(text="softmax", components=1, contexts=N):
     generator = torch.Generator().manual_seed(0)
-    layer = OutputLayer(
+    layer = HeadWeights(
         weight_Vd=torch.randn(V, D, generator=generator),
         bias_V=torch.randn(V, generator=generator),
-        function=OutputFunction.parse(text),
-        components=components,
+        head=Head(OutputFunction.parse(text), components),
     )
     seen = Contexts(
         hidden_NKd=torch.randn(contexts, components, D, generator=generator),
@@ -87,7 +87,7 @@ def test_what_is_not_covered_is_said(text, components):
 
 def test_a_learned_parameter_is_recorded_as_learned():
     given = subject()
-    layer = OutputLayer(weight_Vd=given.layer.weight_Vd, function=OutputFunction("gss", k=torch.tensor(0.5)))
+    layer = HeadWeights(weight_Vd=given.layer.weight_Vd, head=Head(OutputFunction("gss", k=torch.tensor(0.5))))
     found = findings_of(Subject(name="", layer=layer, contexts=None, log_p_NV=None), SETTINGS)
     assert found.bounds.head == "gss(k=learned:0.5)"
 
@@ -116,12 +116,12 @@ def test_what_was_finished_before_an_interrupt_is_kept(monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(audit, "bend", interrupted)
+    monkeypatch.setattr(audit, "use_of_nonlinearity", interrupted)
     findings = Findings()
     with pytest.raises(KeyboardInterrupt):
         measure(subject(), SETTINGS, findings)
     assert findings.truncation is not None
-    assert findings.pending == ["the bend of phi", "the gradient", "the words that can come first"]
+    assert findings.pending == ["the nonlinearity of phi", "the gradient", "the words that can come first"]
 
 
 def test_contexts_follow_from_the_memory():
@@ -135,4 +135,4 @@ def test_contexts_follow_from_the_memory():
 
 def test_words_that_came_first_came_first_alone():
     tied = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]]).log()
-    assert audit._first_words(tied).tolist() == [2]
+    assert audit._first_tokens(tied).tolist() == [2]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from sigsoftmax.analysis.audit.gradient_share import gradient_share
-from sigsoftmax.analysis.output_layer import Contexts, OutputLayer
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.family.heads import Head
 from sigsoftmax.losses import functional
 
 V, D, N = 50, 4, 9
@@ -16,16 +17,15 @@ V, D, N = 50, 4, 9
 def setup(text="softmax", components=1, rank=D):
     generator = torch.Generator().manual_seed(0)
     weight_Vd = torch.randn(V, rank, generator=generator) @ torch.randn(rank, D, generator=generator)
-    layer = OutputLayer(
+    layer = HeadWeights(
         weight_Vd=weight_Vd,
         bias_V=torch.randn(V, generator=generator),
-        function=OutputFunction.parse(text),
-        components=components,
+        head=Head(OutputFunction.parse(text), components),
     )
     contexts = Contexts(
         hidden_NKd=torch.randn(N, components, D, generator=generator),
         prior_logits_NK=torch.randn(N, components, generator=generator) if components > 1 else None,
-        next_words_N=torch.randint(V, (N,), generator=generator),
+        next_tokens_N=torch.randint(V, (N,), generator=generator),
     )
     return layer, contexts
 
@@ -39,7 +39,7 @@ def expected_share(layer, contexts):
         eye = torch.eye(V, dtype=torch.float64)
         prior = contexts.prior_logits_NK.double()
         log_q = functional.mixture_log_probs(z_NKV, prior, eye, function=layer.function)
-    loss = -log_q.gather(1, contexts.next_words_N[:, None]).sum()
+    loss = -log_q.gather(1, contexts.next_tokens_N[:, None]).sum()
     (gradient_NKV,) = torch.autograd.grad(loss, z_NKV)
     u, s, _ = torch.linalg.svd(layer.weight_Vd.double(), full_matrices=False)
     basis_Vr = u[:, s > 1e-6 * s[0]]
@@ -70,7 +70,7 @@ def test_an_output_matrix_of_lower_rank_loses_more():
 
 
 def test_nothing_is_lost_where_the_width_is_the_number_of_words():
-    layer = OutputLayer(weight_Vd=torch.eye(6))
+    layer = HeadWeights(weight_Vd=torch.eye(6))
     found = gradient_share(layer, Contexts.of_rows(torch.randn(5, 6), description=""))
     assert found.mean == pytest.approx(0.0, abs=1e-9)
     assert found.next_words == "drawn from the layer's own output"
@@ -85,8 +85,8 @@ def test_drawn_words_are_the_same_for_the_same_seed():
 
 def test_without_any_gradient_there_is_no_share():
     """A word of probability 1 is predicted with certainty: f - 1 is 0 in float64."""
-    layer = OutputLayer(weight_Vd=torch.tensor([[1e4], [-1e4], [-1e4]]))
-    contexts = Contexts.of_rows(torch.ones(3, 1), next_words_N=torch.zeros(3, dtype=torch.int64), description="")
+    layer = HeadWeights(weight_Vd=torch.tensor([[1e4], [-1e4], [-1e4]]))
+    contexts = Contexts.of_rows(torch.ones(3, 1), next_tokens_N=torch.zeros(3, dtype=torch.int64), description="")
     found = gradient_share(layer, contexts)
     assert found.contexts == 0
     assert math.isnan(found.mean)

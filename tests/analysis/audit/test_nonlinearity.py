@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 
-from sigsoftmax.analysis.audit.nonlinearity import bend, lines_of, nearest_slope
-from sigsoftmax.analysis.output_layer import Contexts, OutputLayer
+from sigsoftmax.analysis.audit.nonlinearity import lines_of, nearest_slope, use_of_nonlinearity
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.family import OutputFunction, register_function
 
 
-def layer_and_contexts(text: str, shift: float = 0.0, scale: float = 1.0) -> tuple[OutputLayer, Contexts]:
+def layer_and_contexts(text: str, shift: float = 0.0, scale: float = 1.0) -> tuple[HeadWeights, Contexts]:
     generator = torch.Generator().manual_seed(0)
     weight_Vd, hidden_Nd = (torch.randn(n, 5, generator=generator) for n in (60, 20))
     bias_V = torch.full((60,), shift)
-    layer = OutputLayer(weight_Vd=scale * weight_Vd, bias_V=bias_V, function=OutputFunction.parse(text))
+    layer = HeadWeights(weight_Vd=scale * weight_Vd, bias_V=bias_V, head=text)
     return layer, Contexts.of_rows(hidden_Nd, description="")
 
 
@@ -56,14 +56,14 @@ def test_the_lines_of_a_function_of_the_users_own():
 
 
 def test_a_softmax_has_no_bend():
-    found = bend(*layer_and_contexts("softmax(alpha=1.5)"))
+    found = use_of_nonlinearity(*layer_and_contexts("softmax(alpha=1.5)"))
     assert (found.lines, found.logits_in_bend, found.kl_to_nearest_softmax) == ((), 0.0, 0.0)
     assert found.nearest_slope == 1.5
 
 
 @pytest.mark.parametrize(("shift", "line", "slope"), [(200.0, "right", 1.0), (-200.0, "left", 2.0)])
 def test_a_sigsoftmax_far_from_its_bend_has_collapsed(shift, line, slope):
-    found = bend(*layer_and_contexts("sigsoftmax", shift))
+    found = use_of_nonlinearity(*layer_and_contexts("sigsoftmax", shift))
     shares = {share.name: share for share in found.lines}
     assert shares[line].logits == pytest.approx(1.0)
     assert shares[line].probability == pytest.approx(1.0)
@@ -73,7 +73,7 @@ def test_a_sigsoftmax_far_from_its_bend_has_collapsed(shift, line, slope):
 
 
 def test_a_sigsoftmax_in_its_bend_has_not():
-    found = bend(*layer_and_contexts("sigsoftmax"))
+    found = use_of_nonlinearity(*layer_and_contexts("sigsoftmax"))
     assert found.logits_in_bend > 0.5
     assert 1.0 < found.nearest_slope < 2.0
     assert found.kl_to_nearest_softmax > 1e-3
@@ -86,7 +86,7 @@ def test_shares_are_counted_by_the_slope():
     z = layer.logits(contexts.hidden_NKd[:, 0])
     # sigmoid(z) <= 0.05 and >= 0.95 are the lines' sides of the bend.
     edge = math.log(0.95 / 0.05)
-    found = bend(layer, contexts, memory=1)
+    found = use_of_nonlinearity(layer, contexts, memory=1)
     assert found.lines[0].logits == pytest.approx(float((z <= -edge).double().mean()))
     assert found.lines[1].logits == pytest.approx(float((z >= edge).double().mean()))
     assert (found.lowest_logit, found.highest_logit) == (z.min().item(), z.max().item())
@@ -107,13 +107,11 @@ def test_no_other_slope_is_nearer(text):
 
 def test_components_of_a_mixture_count_by_their_prior():
     generator = torch.Generator().manual_seed(0)
-    layer = OutputLayer(
-        weight_Vd=torch.randn(40, 3, generator=generator), function=OutputFunction("sigsoftmax"), components=2
-    )
+    layer = HeadWeights(weight_Vd=torch.randn(40, 3, generator=generator), head="moss(K=2)")
     near, far = torch.zeros(9, 3), 1000.0 * torch.ones(9, 3)
     hidden_NKd = torch.stack([near, far], 1)
     sure = Contexts(hidden_NKd=hidden_NKd, prior_logits_NK=torch.tensor([[50.0, -50.0]]).repeat(9, 1))
-    found = bend(layer, sure)
+    found = use_of_nonlinearity(layer, sure)
     # All logits of the first component are 0: in the middle of the bend.
     assert found.probability_in_bend == pytest.approx(1.0)
     assert found.logits_in_bend == pytest.approx(0.5)

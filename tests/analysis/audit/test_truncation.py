@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from sigsoftmax.analysis.audit.truncation import truncation, truncation_widths
+from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.fits import fit
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.family.heads import Head
 from sigsoftmax.synthetic import Language
 
-LOG_P = Language.of_rank(contexts=30, words=20, rank=12, seed=0).log_p_NM
+LOG_P = Language.of_rank(contexts=30, words=20, rank=12, seed=0).log_p_NV
 
 
 def kl_by_svd(log_p, width):
@@ -32,12 +33,12 @@ def test_against_an_svd(log_p, memory):
 def test_it_bounds_the_least_kl_of_a_softmax_from_above():
     found = truncation(LOG_P, (2, 5))
     for point in found.points:
-        least, _ = fit(LOG_P, Head.parse("softmax"), point.width, budget=Budget(iterations=60))
+        least, _ = fit(Distributions.given(LOG_P), Head.parse("softmax"), point.width, budget=Budget(iterations=60))
         assert least.kl < point.bound
 
 
 def test_the_bound_never_rises():
-    peaked = Language.peaked(contexts=40, words=25, seed=0).log_p_NM * 3.0
+    peaked = Language.peaked(contexts=40, words=25, seed=0).log_p_NV * 3.0
     found = truncation(peaked.log_softmax(-1), range(21))
     bounds = [point.bound for point in found.points]
     assert bounds == sorted(bounds, reverse=True)
@@ -64,7 +65,7 @@ def test_widths():
     assert truncation_widths(10, 30) == (0, 1, 2, 4, 8, 10)
     assert truncation_widths(10, 30, 5) == (0, 1, 2, 4, 5, 8, 10)
     assert truncation_widths(10, 30, 11) == (0, 1, 2, 4, 8, 10)
-    with pytest.raises(ValueError, match=r"widths must lie between 0 and min\(contexts, words\) = 20, got \(21,\)"):
+    with pytest.raises(ValueError, match=r"widths must lie between 0 and min\(contexts, tokens\) = 20, got \(21,\)"):
         truncation(LOG_P, (21,))
 
 

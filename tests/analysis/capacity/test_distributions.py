@@ -9,7 +9,7 @@ from sigsoftmax.analysis.capacity.distributions import Distributions, checked_lo
 from sigsoftmax.synthetic import Language
 
 LANGUAGE = Language.of_rank(contexts=6, words=5, rank=3, seed=0)
-LOG_P = LANGUAGE.log_p_NM
+LOG_P = LANGUAGE.log_p_NV
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -66,8 +66,8 @@ def test_weights():
     given = Distributions.given(LOG_P)
     assert given.weights_N.tolist() == pytest.approx([1 / 6] * 6)
     with pytest.raises(ValueError, match=r"weights of contexts must be 6 numbers"):
-        Distributions(log_p_NM=LOG_P, weights_N=torch.ones(5), description="")
+        Distributions(log_p_NV=LOG_P, weights_N=torch.ones(5), description="")
     with pytest.raises(ValueError, match=r"not all zero"):
-        Distributions(log_p_NM=LOG_P, weights_N=torch.zeros(6), description="")
-    with pytest.raises(ValueError, match=r"two words, got 1 and 1"):
-        Distributions(log_p_NM=torch.zeros(1, 1), weights_N=torch.ones(1), description="")
+        Distributions(log_p_NV=LOG_P, weights_N=torch.zeros(6), description="")
+    with pytest.raises(ValueError, match=r"two tokens, got 1 and 1"):
+        Distributions(log_p_NV=torch.zeros(1, 1), weights_N=torch.ones(1), description="")

@@ -20,6 +20,7 @@ from sigsoftmax.synthetic import Language
 
 RANK = 9
 LANGUAGE = Language.of_rank(contexts=40, words=20, rank=RANK, seed=0)
+TRUTH = Distributions.of_language(LANGUAGE)
 HEADS = ("softmax", "sigsoftmax", "shifted_sigsoftmax(b=per_class)", "sigmoid", "gss(k=0)", "mos(K=3)", "moss(K=3)")
 WIDTHS = (1, 2, 4, RANK - 1)
 CONFIG = CapacityConfig(heads=HEADS, widths=WIDTHS, random_starts=1, budget=Budget(iterations=80, floor=1e-6))
@@ -27,7 +28,7 @@ CONFIG = CapacityConfig(heads=HEADS, widths=WIDTHS, random_starts=1, budget=Budg
 
 @pytest.fixture(scope="module")
 def results() -> dict[tuple[str, int], CapacityResult]:
-    return {(r.head, r.width): r for r in capacity_curves(LANGUAGE, CONFIG)}
+    return {(r.head, r.width): r for r in capacity_curves(TRUTH, CONFIG)}
 
 
 def test_every_head_at_every_width(results):
@@ -61,7 +62,7 @@ def test_softmax_reaches_the_truth_where_its_rank_does(results):
     assert results["softmax", RANK - 1].kl <= 1e-6
     assert results["softmax", 4].kl > 0.05
     # One column less than the rank needs, however long the fit is.
-    tight, _ = fit(LANGUAGE.log_p_NM, Head.parse("softmax"), RANK - 2, budget=Budget(iterations=500))
+    tight, _ = fit(TRUTH, Head.parse("softmax"), RANK - 2, budget=Budget(iterations=500))
     assert tight.kl > 1e-3
 
 
@@ -105,12 +106,10 @@ def test_containment_is_asserted_over_all_pairs(results):
 
 def test_at_least_so_many_starts():
     for head in ("softmax", "gss(k=0)", "relu"):
-        result, fitted = fit(
-            LANGUAGE.log_p_NM, Head.parse(head), 2, random_starts=0, least_starts=3, budget=Budget(iterations=3)
-        )
+        result, fitted = fit(TRUTH, Head.parse(head), 2, random_starts=0, least_starts=3, budget=Budget(iterations=3))
         assert sum(start.iterations > 0 for start in result.starts) == 3
         wider, _ = fit(
-            LANGUAGE.log_p_NM,
+            TRUTH,
             Head.parse(head),
             3,
             warm=[fitted],
@@ -126,7 +125,7 @@ def test_a_learned_parameter_starts_from_every_fixed_one():
     config = CapacityConfig(
         heads=("gss(k=0)", "gss(k=0.5)", "gss(k=learned)"), widths=(2,), budget=Budget(iterations=20)
     )
-    found = {result.head: result for result in capacity_curves(LANGUAGE, config)}
+    found = {result.head: result for result in capacity_curves(TRUTH, config)}
     names = {start.name for start in found["gss(k=learned)"].starts}
     assert names >= {"gss(k=0.0), exactly", "from gss(k=0.0)", "gss(k=0.5), exactly", "from gss(k=0.5)"}
     assert found["gss(k=learned)"].kl <= found["gss(k=0.0)"].kl
@@ -134,16 +133,16 @@ def test_a_learned_parameter_starts_from_every_fixed_one():
 
 def test_given_distributions_are_fitted_as_a_language_is():
     config = CapacityConfig(heads=("sigsoftmax",), widths=(2,), budget=Budget(iterations=10))
-    of_language = capacity_curves(LANGUAGE, config)
-    of_matrix = capacity_curves(Distributions.given(LANGUAGE.log_p_NM), config)
+    of_language = capacity_curves(TRUTH, config)
+    of_matrix = capacity_curves(Distributions.given(LANGUAGE.log_p_NV), config)
     assert [r.kl for r in of_matrix] == pytest.approx([r.kl for r in of_language])
     assert {r.language for r in of_matrix} == {"given distributions"}
 
 
 def test_planned_fits_are_those_that_are_done():
     config = CapacityConfig(heads=("moss(K=2)",), widths=(1, 2), softmax_widths=(3,), budget=Budget(iterations=1))
-    done = [(result.head, result.width) for result in capacity_curves(LANGUAGE, config)]
-    assert planned_fits(config) == done
+    done = [(result.head, result.width) for result in capacity_curves(TRUTH, config)]
+    assert list(planned_fits(config)) == done
 
 
 def test_results_are_records(results):
@@ -154,7 +153,7 @@ def test_results_are_records(results):
 
 def test_the_result_depends_on_neither_workers_nor_repetition():
     config = CapacityConfig(heads=("moss(K=2)",), widths=(1, 2), budget=Budget(iterations=15))
-    one, two = (capacity_curves(LANGUAGE, CapacityConfig(**{**vars(config), "workers": workers})) for workers in (1, 2))
+    one, two = (capacity_curves(TRUTH, CapacityConfig(**{**vars(config), "workers": workers})) for workers in (1, 2))
     assert [(r.head, r.width, r.kl) for r in one] == [(r.head, r.width, r.kl) for r in two]
     assert {r.head for r in one} == {"softmax", "sigsoftmax", "mos(K=2)", "moss(K=2)"}
 
@@ -163,7 +162,8 @@ def test_weights_choose_what_is_judged():
     """A context that never counts is free to be wrong."""
     weights_N = torch.zeros(40, dtype=torch.float64)
     weights_N[:3] = 1.0 / 3.0
-    result, _ = fit(LANGUAGE.log_p_NM, Head.parse("softmax"), 2, weights_N=weights_N)
+    truth = Distributions(log_p_NV=LANGUAGE.log_p_NV, weights_N=weights_N, description="")
+    result, _ = fit(truth, Head.parse("softmax"), 2)
     assert result.kl < 1e-4
 
 
@@ -174,18 +174,18 @@ def test_threads_are_put_back_and_interrupts_pass():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        capacity_curves(LANGUAGE, CONFIG, progress=interrupt)
+        capacity_curves(TRUTH, CONFIG, progress=interrupt)
     assert torch.get_num_threads() == threads
 
 
 def test_functions_of_the_users_own_are_fitted_here_whatever_workers_says():
     register_function("cube", lambda z: z + z**3 / 3)
     config = CapacityConfig(heads=("cube",), widths=(1,), budget=Budget(iterations=3), workers=2)
-    assert [r.head for r in capacity_curves(LANGUAGE, config)] == ["softmax", "cube"]
+    assert [r.head for r in capacity_curves(TRUTH, config)] == ["softmax", "cube"]
 
 
 def solution_of(text: str, width: int, seed: int = 0) -> Solution:
-    problem = Problem(LANGUAGE.log_p_NM, Head.parse(text), width)
+    problem = Problem(TRUTH, Head.parse(text), width)
     x = random_start(problem, torch.Generator().manual_seed(seed))
     return Solution(problem, x, problem.evaluate(x)[0])
 
@@ -217,7 +217,7 @@ def solution_of(text: str, width: int, seed: int = 0) -> Solution:
 def test_a_contained_solution_is_carried_over_exactly(larger, smaller):
     assert contains(Head.parse(larger), Head.parse(smaller))
     source = solution_of(smaller, 3)
-    target = Problem(LANGUAGE.log_p_NM, Head.parse(larger), 5)
+    target = Problem(TRUTH, Head.parse(larger), 5)
     x = embedded(source, target)
     torch.testing.assert_close(target.log_output(x), source.problem.log_output(source.x), rtol=0, atol=1e-10)
     start = disturbed(source, target, torch.Generator().manual_seed(0))

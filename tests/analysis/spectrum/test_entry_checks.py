@@ -23,7 +23,11 @@ def changed(row, column, value):
     [
         (changed(2, 3, math.nan), 2, r"the first is nan at row 102, column 3, one of 1 among 4 rows"),
         (changed(2, 3, math.inf), 2, r"the first is inf at row 102, column 3"),
-        (changed(1, 0, -math.inf), 1, r"-inf at row 101, column 0, .*Leave masked words out of the matrix, or compute"),
+        (
+            changed(1, 0, -math.inf),
+            1,
+            r"-inf at row 101, column 0, .*Leave masked tokens out of the matrix, or compute",
+        ),
         (
             changed(3, 1, 0.25),
             3,
@@ -36,7 +40,11 @@ def changed(row, column, value):
             r"off by 0.1 \(the largest of 2 .* is 0.3, in row 102",
         ),
         (uniform().exp(), 0, r"These are probabilities: pass their logarithm"),
-        (torch.linspace(2.0, -2.0, 20).view(4, 5), 0, r"log_softmax of logits over all words.*log_probs=False"),
+        (
+            torch.linspace(2.0, -2.0, 20).view(4, 5),
+            0,
+            r"log_softmax of logits over the whole vocabulary.*log_probs=False",
+        ),
     ],
 )
 def test_wrong_entries_are_named(block, row, message):
@@ -48,7 +56,7 @@ def test_wrong_entries_are_named(block, row, message):
 def test_masked_words_are_counted():
     block = uniform()
     block[:, 2:4] = -math.inf
-    with pytest.raises(BadEntries, match=r"\(2 words have probability 0 in every row of this block\)"):
+    with pytest.raises(BadEntries, match=r"\(2 tokens have probability 0 in every row of this block\)"):
         EntryChecks(log_probs=True).check(block, 0)
 
 

@@ -7,7 +7,8 @@ gives exactly d + 2 for softmax, and numbers in between for the others, which de
 import pytest
 import torch
 
-from sigsoftmax.analysis.log_outputs import OutputHead
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
+from sigsoftmax.analysis.spectrum.matrix_readers import from_head
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
 from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
 
@@ -23,11 +24,12 @@ def simulated(head, *, shift=0.0, dtype=torch.float64, times=1):
 
     hidden = normal(contexts, width) * torch.logspace(0, -2, width, dtype=torch.float64)
     bias = shift - torch.arange(1.0, words + 1, dtype=torch.float64).log()
-    return OutputHead(hidden=hidden, weight_Md=0.3 * normal(words, width), bias_M=bias, head=head, dtype=dtype)
+    layer = HeadWeights(weight_Vd=0.3 * normal(words, width), bias_V=bias, head=head)
+    return from_head(layer, Contexts.of_rows(hidden), dtype=dtype)
 
 
 def ranks(head, method):
-    found = streamed_spectrum(head.source(), SpectrumOptions(method=method, block_contexts=256))
+    found = streamed_spectrum(head, SpectrumOptions(method=method, block_contexts=256))
     return {count.rule: count.rank for count in found.ranks()}
 
 
@@ -45,7 +47,7 @@ def test_softmax_has_exactly_two_more_than_its_width(method, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_float64_thresholds_would_count_the_noise_of_float32(dtype):
-    matrix = torch.cat(list(simulated("softmax", dtype=dtype).source().blocks(0)))
+    matrix = torch.cat(list(simulated("softmax", dtype=dtype).blocks(0)))
     found = spectrum(matrix)
     above = sum(value > found.float64_threshold for value in found.singular_values)
     assert above == (WORDS if dtype == torch.float32 else WIDTH + 2)
@@ -87,7 +89,7 @@ def test_at_a_larger_size_numpys_rule_with_float32_misses_directions_of_softmax(
 
 
 def test_16_bit_log_probabilities_pollute_the_count():
-    matrix = torch.cat(list(simulated("softmax").source().blocks(0))).bfloat16()
+    matrix = torch.cat(list(simulated("softmax").blocks(0))).bfloat16()
     with pytest.warns(UserWarning, match="precision of bfloat16"):
         found = spectrum(matrix)
     assert found.count("press32").rank is None

@@ -107,7 +107,7 @@ def test_description_names_every_rule_and_refusal():
         (torch.zeros(3, 3, dtype=torch.int64), r"got torch.int64"),
         (
             torch.tensor([[0.0, 0.0], [0.0, -math.inf]]),
-            r"the first is -inf at row 1, column 1, .* Leave masked words out",
+            r"the first is -inf at row 1, column 1, .* Leave masked tokens out",
         ),
     ],
 )

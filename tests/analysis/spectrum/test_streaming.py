@@ -115,12 +115,10 @@ def test_auto_is_exact_where_that_is_cheap(monkeypatch):
     assert streamed_spectrum(matrix).method == "gram"
 
 
-def test_progress_tells_blocks_and_time():
+def test_progress_tells_contexts_and_time():
     seen = []
     streamed_spectrum(log_probs(), SpectrumOptions(block_contexts=64), progress=seen.append)
-    assert [(p.blocks, p.total_blocks, p.contexts) for p in seen[:-1]] == [
-        (1, 5, 64), (2, 5, 128), (3, 5, 192), (4, 5, 256), (5, 5, 300),
-    ]  # fmt: skip
+    assert [(p.contexts, p.total_contexts) for p in seen[:-1]] == [(done, 300) for done in (64, 128, 192, 256, 300)]
     assert seen[1].seconds_left > 0.0
     assert seen[4].seconds_left == 0.0
     assert seen[-1].phase == "singular values"
@@ -129,7 +127,7 @@ def test_progress_tells_blocks_and_time():
     assert "128 of 300 contexts" in str(seen[1])
     unknown = []
     streamed_spectrum(log_probs().split(100), progress=unknown.append)
-    assert unknown[0].total_blocks is unknown[0].seconds_left is None
+    assert unknown[0].total_contexts is unknown[0].seconds_left is None
     assert str(unknown[0]).startswith("reading: 300 contexts in")
 
 
@@ -366,8 +364,12 @@ def test_a_source_that_fails_keeps_what_came_before():
     [
         ([], None, "expected at least one context, got none; log-probabilities is empty"),
         ([log_probs()[:0]], None, "expected at least one context, got none"),
-        ([log_probs()[0]], None, r"block 0 of log-probabilities has the shape \(40,\); expected \(contexts, words\)"),
-        ([log_probs(), log_probs()[:, 1:]], None, "block 1 of log-probabilities has 39 words, expected 40"),
+        (
+            [log_probs()[0]],
+            None,
+            r"block 0 of log-probabilities has the shape \(40,\); expected \(contexts, vocabulary\)",
+        ),
+        ([log_probs(), log_probs()[:, 1:]], None, "block 1 of log-probabilities has 39 columns, expected 40"),
         ([log_probs(), log_probs().float()], None, "block 1 .* dtype torch.float32, those before have torch.float64"),
         ([log_probs().long()], None, "block 0 .* dtype torch.int64; expected float64, float32"),
         (["text"], None, "block 0 of log-probabilities is a str; expected a tensor or a numpy array"),
@@ -426,7 +428,9 @@ def test_memory_is_predicted_and_limited():
     # Few contexts of many words need no M x M matrix.
     assert memory_needed(128_000, 4096, 4, options) < 4 * 2**30 < 8 * 128_000**2
     with pytest.raises(ValueError, match=r"needs about .* GiB, more than memory_limit = 1.0 GiB.*rank_bounds"):
-        SpectrumStream(words=10_000, dtype=torch.float32, contexts=82_430, options=SpectrumOptions(memory_limit=2**30))
+        SpectrumStream(
+            vocabulary=10_000, dtype=torch.float32, contexts=82_430, options=SpectrumOptions(memory_limit=2**30)
+        )
 
 
 def test_peak_memory_stays_within_the_prediction():

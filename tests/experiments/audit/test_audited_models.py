@@ -62,7 +62,7 @@ def test_the_function_of_arrays_is_stated(tmp_path):
     source = open_arrays(str(tmp_path / "a.npz"), function="sigsoftmax", memory=MEMORY)
     assert str(source.layer.function) == "sigsoftmax"
     assert source.how_known == "stated"
-    assert source.contexts(30, quiet).next_words_N.tolist() == [i % 20 for i in range(30)]
+    assert source.contexts(30, quiet).next_tokens_N.tolist() == [i % 20 for i in range(30)]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_function_of_arrays_is_stated(tmp_path):
         ({"H": H[None], "W": W}, r"must be a matrix \(contexts, width\), got shape \(1, 30, 4\)"),
         ({"H": H.astype("i8"), "W": W}, r"H must hold floating-point numbers, got torch.int64"),
         ({"H": H, "W": W, "next": B}, r"next must hold the numbers of words"),
-        ({"H": H, "W": W, "next": np.full(30, 20)}, r"next words must be between 0 and 19"),
+        ({"H": H, "W": W, "next": np.full(30, 20)}, r"next tokens must be between 0 and 19"),
         (
             {"X": H},
             r"expected arrays named H .* got X\. A part of a Hugging Face model is audited by naming its folder",

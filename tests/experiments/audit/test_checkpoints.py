@@ -57,7 +57,7 @@ def test_the_output_is_the_models(tmp_path, corpus, head):
     with torch.no_grad():
         expected = model.log_probs(model.features(text_R1[:-1], model.zero_state(1)))[:, 0].double()
     torch.testing.assert_close(source.layer.log_probs(contexts), expected, rtol=0, atol=1e-4)
-    assert torch.equal(contexts.next_words_N, corpus.test[1:301])
+    assert torch.equal(contexts.next_tokens_N, corpus.test[1:301])
     assert source.layer.head_text == head
     assert "after epoch 3" in source.how_known
 

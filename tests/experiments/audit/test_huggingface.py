@@ -42,12 +42,12 @@ def test_the_function_is_found_and_the_output_is_the_models(folders, kind, funct
     opened = open_model(str(folders[kind]), memory=MEMORY)
     assert (str(opened.layer.function), opened.scale) == (function, pytest.approx(scale))
     assert words in opened.how_known
-    assert (opened.layer.words, opened.layer.width) == (WORDS, WIDTH)
+    assert (opened.layer.vocabulary, opened.layer.width) == (WORDS, WIDTH)
 
     windows = opened.windows(None, 50, window=16, seed=0)
     contexts = opened.contexts(windows, 50, quiet, batch_tokens=32)
     assert len(contexts) == 50
-    assert torch.equal(contexts.next_words_N, windows.ids_BL[:, 1:].flatten()[:50])
+    assert torch.equal(contexts.next_tokens_N, windows.ids_BL[:, 1:].flatten()[:50])
     with torch.no_grad():
         logits = opened.model(input_ids=windows.ids_BL).logits[:, :-1].flatten(0, 1)[:50]
     expected = torch.log_softmax(logits.double(), -1)

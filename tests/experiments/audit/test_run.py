@@ -66,7 +66,7 @@ def test_bf16_that_was_stored_as_float32_is_warned_of(tmp_path):
 
 @pytest.mark.parametrize("as_probabilities", [False, True])
 def test_given_distributions_are_compared_row_by_row(arrays, tmp_path, as_probabilities):
-    truth = Language.of_rank(contexts=80, words=50, rank=20, seed=3).log_p_NM
+    truth = Language.of_rank(contexts=80, words=50, rank=20, seed=3).log_p_NV
     np.save(tmp_path / "t.npy", (truth.exp() if as_probabilities else truth).numpy())
     found, said, fits = audited(arrays, tmp_path, target=str(tmp_path / "t.npy"), contexts=60)
     rows = audit.sample_rows(80, 60, 0)
@@ -80,7 +80,7 @@ def test_given_distributions_are_compared_row_by_row(arrays, tmp_path, as_probab
 
 
 def test_some_words_of_a_target_are_a_lower_bound(arrays, tmp_path):
-    truth = Language.of_rank(contexts=80, words=50, rank=20, seed=3).log_p_NM
+    truth = Language.of_rank(contexts=80, words=50, rank=20, seed=3).log_p_NV
     np.save(tmp_path / "t.npy", truth.numpy())
     found, said, _ = audited(arrays, tmp_path, target=str(tmp_path / "t.npy"), fit_words=25, fit_contexts=40)
     assert (found.target.words, found.target.contexts, found.target.all_words) == (25, 40, 50)
@@ -234,7 +234,7 @@ def test_audits_on_other_texts_stand_beside_each_other(tmp_path):
 
 
 def test_a_target_that_goes_wrong_takes_nothing_with_it(arrays, tmp_path):
-    truth = Language.of_rank(contexts=80, words=50, rank=20, seed=3).log_p_NM.numpy().copy()
+    truth = Language.of_rank(contexts=80, words=50, rank=20, seed=3).log_p_NV.numpy().copy()
     truth[30, 7] = np.nan
     np.save(tmp_path / "t.npy", truth)
     config = AuditConfig(model=arrays, out=tmp_path / "out", target=str(tmp_path / "t.npy"), **QUICK)

@@ -98,7 +98,7 @@ def test_text_of_a_language_comes_with_its_truth():
     assert not torch.equal(corpus.train[:60], corpus.valid)
     for split in ("valid", "test"):
         contexts, words = corpus.contexts(split), corpus.split(split)
-        assert torch.equal(language.next_context_NM[contexts[:-1], words[:-1]], contexts[1:])
+        assert torch.equal(language.next_context_NV[contexts[:-1], words[:-1]], contexts[1:])
     assert corpus.language is language
     with pytest.raises(ValueError, match=r"the valid split of a sampled text needs at least one word, got 0"):
         Corpus.of_language(language, train=5, valid=0, test=5, seed=0)

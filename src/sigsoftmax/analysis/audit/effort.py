@@ -1,6 +1,6 @@
-"""How long the parts of an audit will take on this machine: a short calibration, and the operations that each needs.
+"""Estimates of how long the parts of an audit take on this machine, from a short calibration and the operations needed.
 
-Shapes: N contexts, V words, d width.
+Shapes: N contexts, V vocabulary, d width.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sigsoftmax.analysis.capacity.curves import CapacityConfig, planned_fits
@@ -24,7 +25,7 @@ __all__ = ["Machine", "Step", "audit_steps", "fit_seconds", "listed", "measure_m
 
 
 STEP = 2.0
-"""what a step of a fit costs, in evaluations: it searches along a line, and updates vectors and preconditioner"""
+"""cost of a step of a fit, in evaluations: it searches along a line, and updates vectors and preconditioner"""
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,14 @@ class Machine:
 
 
 class Step(NamedTuple):
+    """A part of an audit and the time it may take."""
+
     name: str
     seconds: float
 
 
 def measure_machine(device: str = "cpu") -> Machine:
-    """Takes about half a second."""
+    """Measure the machine, which takes about half a second."""
 
     def product(dtype: torch.dtype) -> float:
         size = 768
@@ -69,86 +72,75 @@ def audit_steps(
     machine: Machine,
     *,
     contexts: int,
-    words: int,
+    vocabulary: int,
     width: int | None,
     components: int = 1,
     is_softmax: bool = True,
     sampled: int = 0,
     operations_per_context: float = 0.0,
     truncated: int = 0,
-    argmax_words: int = 0,
+    argmax_tokens: int = 0,
     argmax_seconds: float = 0.0,
     bounds_contexts: int = 0,
 ) -> list[Step]:
-    """What an audit does and how long each part may take; ``bounds_contexts``, where the bounds have more contexts."""
-    n, v, d = float(contexts), float(words), float(width or 0)
-    steps = []
-    if operations_per_context:
-        steps.append(Step("the model", n * operations_per_context / machine.products32))
-    if width is not None:
-        products = 2.0 * n * v * d * components
-        steps.append(
-            Step("log-probabilities", products / machine.products64 + 4.0 * n * v * components / machine.elements)
-        )
-        # Rows over all words, and the singular values of a block; see certificates.
-        bounded = max(n, float(bounds_contexts), 1.5 * (d + 2.0))
-        block = min(3.0 * (d + 2.0), bounded)
-        steps.append(
-            Step(
-                "rank bounds",
-                2.0 * bounded * v * d * components / machine.products32
-                + 2.0 * bounded * v * components / machine.elements
-                # Half of the work on the eigenvalues is done by one core, at the speed of the memory.
-                + (12.0 * block**2 * (d + 2.0) + 8.0 * block**3) / machine.products64,
-            )
-        )
-    if not contexts:
-        return steps
-    least = min(n, v)
-    steps.append(Step("spectrum", (2.0 * least * n * v + 4.0 * least**3) / machine.products64))
-    if truncated:
-        passes = (6.0 * n * n * v + 9.0 * n**3) / machine.products64
-        steps.append(Step("truncation", passes + 3.0 * truncated * n * v / machine.elements))
-    if width is not None:
-        m = min(float(sampled), n)
-        one_pass = 2.0 * m * v * d * components / machine.products64 + 5.0 * m * v * components / machine.elements
-        steps.append(Step("bend of phi", one_pass * (1.0 if is_softmax else 9.0)))
-        steps.append(Step("gradients", 2.0 * v * d * d / machine.products64 + 2.0 * one_pass))
-    if argmax_words and width is not None:
-        search = 2.0 * v * d * d / machine.products64 + 6.0 * min(argmax_words, v) * v * d / machine.products32
-        steps.append(Step("words that can come first", min(search, argmax_seconds)))
-    return steps
+    """The parts of an audit with the time of each; ``bounds_contexts``, where the bounds have more contexts."""
+    n, v, d, m = float(contexts), float(vocabulary), float(width or 0), float(min(sampled, contexts))
+    has_layer, row = width is not None, v * components
+    bounded = max(n, float(bounds_contexts), 1.5 * (d + 2.0))
+    block, least = min(3.0 * (d + 2.0), bounded), min(n, v)
+    # Half of the work on the eigenvalues of a block is done by one core, at the speed of the memory.
+    of_block = 12.0 * block**2 * (d + 2.0) + 8.0 * block**3
+    slopes = 1.0 if is_softmax else 9.0
+    argmax = "words that can come first"
+    # Name, condition, products in float32 and in float64, exponentials.
+    table = (
+        ("the model", operations_per_context > 0.0, n * operations_per_context, 0.0, 0.0),
+        ("log-probabilities", has_layer, 0.0, 2.0 * n * d * row, 4.0 * n * row),
+        ("rank bounds", has_layer, 2.0 * bounded * d * row, of_block, 2.0 * bounded * row),
+        ("spectrum", contexts, 0.0, 2.0 * least * n * v + 4.0 * least**3, 0.0),
+        ("truncation", contexts and truncated, 0.0, 6.0 * n * n * v + 9.0 * n**3, 3.0 * truncated * n * v),
+        ("nonlinearity of phi", contexts and has_layer, 0.0, slopes * 2.0 * m * d * row, slopes * 5.0 * m * row),
+        ("gradients", contexts and has_layer, 0.0, 2.0 * v * d * d + 4.0 * m * d * row, 10.0 * m * row),
+        (argmax, contexts and has_layer and argmax_tokens, 6.0 * min(argmax_tokens, v) * v * d, 2.0 * v * d * d, 0.0),
+    )
+    seconds = {
+        name: single / machine.products32 + double / machine.products64 + elements / machine.elements
+        for name, is_done, single, double, elements in table
+        if is_done
+    }
+    if argmax in seconds:
+        seconds[argmax] = min(seconds[argmax], argmax_seconds)
+    return [Step(name, value) for name, value in seconds.items()]
 
 
 def fit_seconds(target: Distributions, config: CapacityConfig) -> float:
-    """How long the fits of a configuration may take, from one evaluation of a small and of a large one."""
+    """The time that the fits of a configuration may take, from one evaluation of a small and of a large one."""
     fits = planned_fits(config)
-    widths = sorted({width for _, width in fits})
-    cost: dict[int, float] = {}
-    for width in {widths[0], widths[-1]}:
-        problem = Problem(target.log_p_NM, Head.parse("softmax"), width, target.weights_N)
+    ends = [extreme(width for _, width in fits) for extreme in (min, max)]
+    costs = []
+    for width in ends:
+        problem = Problem(target, Head.parse("softmax"), width)
         point = random_start(problem, torch.Generator().manual_seed(0))
-        cost[width] = _seconds(functools.partial(problem.evaluate, point))
+        costs.append(_seconds(functools.partial(problem.evaluate, point)))
     total = 0.0
     for text, width in fits:
         head = Head.parse(text)
-        share = (width - widths[0]) / max(widths[-1] - widths[0], 1)
-        evaluation = cost[widths[0]] + share * (cost[widths[-1]] - cost[widths[0]])
-        bent = 1.0 if head.function.is_linear else 1.6
+        evaluation = float(np.interp(width, ends, costs))
+        slowed = 1.0 if head.function.is_linear else 1.6
         steps = STEP * min(config.budget.iterations, _usual_steps(head))
-        total += evaluation * head.components * bent * steps * max(config.least_starts, config.random_starts + 1)
+        total += evaluation * head.components * slowed * steps * max(config.least_starts, config.random_starts + 1)
     return total / config.workers
 
 
 def _usual_steps(head: Head) -> int:
-    """After how many steps a fit gains too little to go on, with the usual tolerance."""
+    """The number of steps after which a fit gains too little to go on, with the usual tolerance."""
     if head.components > 1:
         return 900
     return 200 if head.function.is_linear else 350
 
 
-def listed(steps: Sequence[Step], *, least: float = 1.0) -> str:
+def listed(steps: Sequence[Step]) -> str:
     """The total, and the parts that matter to it."""
     total = sum(step.seconds for step in steps)
-    long = [f"{step.name} {duration_text(step.seconds)}" for step in steps if step.seconds >= max(least, 0.05 * total)]
+    long = [f"{step.name} {duration_text(step.seconds)}" for step in steps if step.seconds >= max(1.0, 0.05 * total)]
     return f"about {duration_text(total)}" + (f" ({', '.join(long)})" if long else "")

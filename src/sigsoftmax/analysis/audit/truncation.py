@@ -1,65 +1,64 @@
-"""How far a softmax of width k could follow given distributions at most: log P cut down to rank k.
+"""A bound on what a softmax of width k could do for given distributions: log P cut down to rank k.
 
-Any number may be added to the logits of a context, so log P counts less its mean over words; a class bias takes the
+Any number may be added to the logits of a context, so log P counts less its mean over tokens; a class bias takes the
 mean over contexts. What is left is truncated to its k leading singular values, and KL(P || softmax of that) bounds from
 above the least KL that a softmax of width k with a class bias reaches on these contexts. A fit reaches less: squares of
 log-probabilities are not nats. For the output of a softmax of width d it is 0 from k = d on, which says nothing about
 what the softmax costs.
 
-Shapes: N contexts, V words.
+Shapes: N contexts, V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.output_layer import WORDS_AT_ONCE, blocks_of
-from sigsoftmax.analysis.spectrum.gram import add_product
+from sigsoftmax.analysis.head_weights import TOKENS_AT_ONCE, blocks_of
+from sigsoftmax.analysis.progress import Say, nothing_said
+from sigsoftmax.analysis.spectrum.factorizations import add_product
 from sigsoftmax.records.schemas.audits import Truncation, TruncationPoint
 
 __all__ = ["truncation", "truncation_widths"]
 
-Progress = Callable[[str], None]
 
-
-def truncation_widths(contexts: int, words: int, width: int | None = None) -> tuple[int, ...]:
+def truncation_widths(contexts: int, vocabulary: int, width: int | None = None) -> tuple[int, ...]:
     """0, the powers of two, and the width of the layer, as far as the matrix goes."""
-    full = min(contexts, words)
+    full = min(contexts, vocabulary)
     doubling = [2**power for power in range(full.bit_length()) if 2**power <= full]
     return tuple(sorted({0, *doubling, full} | ({width} if width is not None and width <= full else set())))
 
 
 def truncation(
-    log_p_NV: Tensor, widths: Sequence[int], *, memory: int = 1 << 30, progress: Progress = lambda _: None
+    log_p_NV: Tensor, widths: Sequence[int], *, memory: int = 1 << 30, progress: Say = nothing_said
 ) -> Truncation:
     """The mean over contexts of KL(P || softmax of the truncated log P) at each width; holds one copy of log P."""
-    contexts, words = log_p_NV.shape
-    if not widths or min(widths) < 0 or max(widths) > min(contexts, words):
+    contexts, vocabulary = log_p_NV.shape
+    if not widths or min(widths) < 0 or max(widths) > min(contexts, vocabulary):
         raise ValueError(
-            f"widths must lie between 0 and min(contexts, words) = {min(contexts, words)}, got {tuple(widths)}"
+            f"widths must lie between 0 and min(contexts, tokens) = {min(contexts, vocabulary)}, got {tuple(widths)}"
         )
     if torch.isinf(log_p_NV).any():
-        raise ValueError("log P has entries of -inf, and cannot be truncated; leave words of probability zero out")
+        raise ValueError("log P has entries of -inf, and cannot be truncated; leave tokens of probability zero out")
     centred_NV = log_p_NV.to(torch.float64, copy=True)
     centred_NV -= centred_NV.mean(1, keepdim=True)
     bias_V = centred_NV.mean(0)
     centred_NV -= bias_V
     progress("truncation: the leading directions")
     gram_NN = torch.zeros(contexts, contexts, dtype=torch.float64, device=log_p_NV.device)
-    for of_words in blocks_of(words, WORDS_AT_ONCE):
-        add_product(gram_NN, centred_NV[:, of_words])
+    for part_NC in centred_NV.split(TOKENS_AT_ONCE, 1):
+        add_product(gram_NN, part_NC)
     directions_NN = torch.linalg.eigh(gram_NN, UPLO="U")[1].flip(1)
-    for of_words in blocks_of(words, WORDS_AT_ONCE):
-        centred_NV[:, of_words] = directions_NN.T @ centred_NV[:, of_words]
+    for part_NC in centred_NV.split(TOKENS_AT_ONCE, 1):
+        part_NC.copy_(directions_NN.T @ part_NC)
     coefficients_NV = centred_NV
 
     order = sorted(set(widths))
     kls = torch.zeros(len(order), dtype=torch.float64)
-    for rows in blocks_of(contexts, max(1, memory // (4 * 8 * words))):
+    for rows in blocks_of(contexts, max(1, memory // (4 * 8 * vocabulary))):
         progress(f"truncation: context {rows.stop} of {contexts}")
         log_p = log_p_NV[rows].to(torch.float64)
         p, truncated, used = log_p.exp(), bias_V.repeat(log_p.shape[0], 1), 0
@@ -72,7 +71,7 @@ def truncation(
     bounds = itertools.accumulate(means, min)
     return Truncation(
         contexts=contexts,
-        words=words,
+        words=vocabulary,
         points=tuple(
             TruncationPoint(width=width, kl=kl, bound=bound)
             for width, kl, bound in zip(order, means, bounds, strict=True)

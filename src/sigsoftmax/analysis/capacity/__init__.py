@@ -1,5 +1,6 @@
 """The least KL that each output head can reach at a width, on distributions that are known."""
 
-from sigsoftmax._moved import forward_names
+from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves
+from sigsoftmax.analysis.capacity.fits import fit
 
-__getattr__ = forward_names(__name__)
+__all__ = ["CapacityConfig", "capacity_curves", "fit"]

@@ -1,15 +1,16 @@
 """Capacity curves: every head at every width, each fit started from those it contains, several at once.
 
-Shapes: N contexts, M words.
+Shapes: N contexts, V vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,10 +22,9 @@ from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.fits import Fitted, Stop, fit
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.capacity.problem import Problem
-from sigsoftmax.analysis.capacity.starts import Solution, contains
+from sigsoftmax.analysis.capacity.starts import Solution, contains, strictly_contains
 from sigsoftmax.family.heads import Head
 from sigsoftmax.records.schemas.capacity import CapacityResult
-from sigsoftmax.synthetic import Language, Weighting
 
 __all__ = ["CapacityConfig", "capacity_curves", "contained_pairs", "planned_fits"]
 
@@ -33,7 +33,7 @@ SOFTMAX = Head.parse("softmax")
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
-    """Which heads at which widths, and how much work each fit may take."""
+    """The heads and widths to fit, and limits on the work of each fit."""
 
     heads: tuple[str, ...] = ("softmax", "sigsoftmax", "gss(k=0.2)", "gss(k=0)", "mos(K=4)", "moss(K=4)")
     """contained heads that are missing (softmax always) are fitted too, since others start from them"""
@@ -66,47 +66,26 @@ class CapacityConfig:
         for head in self.heads:
             Head.parse(head)
 
-    def effort(self, width: int) -> tuple[int, Budget]:
-        if width in self.thorough_widths:
-            return self.thorough_random_starts, self.thorough_budget
-        return self.random_starts, self.budget
-
 
 Progress = Callable[[CapacityResult, int, int], None]
 """Called with a result, how many are ready and how many there will be."""
 
 
 def capacity_curves(
-    truth: Language | Distributions,
-    config: CapacityConfig,
-    *,
-    weights: Weighting = "uniform",
-    progress: Progress | None = None,
+    truth: Distributions, config: CapacityConfig, *, progress: Progress | None = None
 ) -> list[CapacityResult]:
-    """Fit every head at every width; sorted by head, contained ones first, and width.
-
-    ``weights`` are those of a language's contexts; distributions bring their own.
-    """
-    if isinstance(truth, Language):
-        truth = Distributions.of_language(truth, weights)
-    tasks = _tasks(config)
-    inputs = _Inputs(truth.log_p_NM.numpy(), truth.weights_N.numpy(), truth.description, config)
-    points: dict[_Task, _Points] = {}
+    """Fit every head at every width; sorted by head, contained ones first, and width."""
+    tasks = planned_fits(config)
+    inputs = _Inputs(truth.log_p_NV.numpy(), truth.weights_N.numpy(), truth.description, config)
+    # Another process does not know the functions that were registered in this one.
+    can_travel = all(Head.parse(head).function.form.is_builtin for head in config.heads)
+    run = _fits_in_processes if config.workers > 1 and can_travel else _fits_here
     results: dict[_Task, CapacityResult] = {}
-    with _pool(inputs) as submit:
-        running: dict[Future[_Outcome], _Task] = {}
-        while len(results) < len(tasks):
-            started = set(running.values()) | results.keys()
-            for task in sorted(tasks.keys() - started, key=_length, reverse=True):
-                # Only as many as can run: a longer fit that becomes possible later goes first.
-                if len(running) < config.workers and all(other in results for other in tasks[task]):
-                    running[submit(task, {other: points[other] for other in tasks[task]})] = task
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                task = running.pop(future)
-                results[task], points[task] = future.result()
-                if progress is not None:
-                    progress(results[task], len(results), len(tasks))
+    with closing(run(inputs, tasks)) as ended:
+        for task, result in ended:
+            results[task] = result
+            if progress is not None:
+                progress(result, len(results), len(tasks))
     return [results[task] for task in tasks]
 
 
@@ -117,17 +96,16 @@ def contained_pairs(results: Sequence[CapacityResult]) -> list[tuple[CapacityRes
     so a pair that is out of order is a mistake of the program, not of the optimiser.
     """
     pairs = []
-    for larger in results:
-        for smaller in results:
-            same_head = larger.head == smaller.head and larger.width > smaller.width
-            at_width = larger.head != smaller.head and larger.width == smaller.width
-            if same_head or (at_width and contains(Head.parse(larger.head), Head.parse(smaller.head))):
-                if larger.kl > smaller.kl + 1e-9:
-                    raise RuntimeError(
-                        f"{larger.head} of width {larger.width} contains {smaller.head} of width {smaller.width}, but "
-                        f"its KL is {larger.kl:.9g} against {smaller.kl:.9g}"
-                    )
-                pairs.append((larger, smaller))
+    for larger, smaller in itertools.permutations(results, 2):
+        same_head = larger.head == smaller.head and larger.width > smaller.width
+        at_width = larger.head != smaller.head and larger.width == smaller.width
+        if same_head or (at_width and contains(Head.parse(larger.head), Head.parse(smaller.head))):
+            if larger.kl > smaller.kl + 1e-9:
+                raise RuntimeError(
+                    f"{larger.head} of width {larger.width} contains {smaller.head} of width {smaller.width}, but its "
+                    f"KL is {larger.kl:.9g} against {smaller.kl:.9g}"
+                )
+            pairs.append((larger, smaller))
     return pairs
 
 
@@ -135,26 +113,25 @@ def contained_pairs(results: Sequence[CapacityResult]) -> list[tuple[CapacityRes
 
 _Task = tuple[str, int]
 """A head, as text, and a width."""
+_Tasks = dict[_Task, list[_Task]]
 
 
-def _tasks(config: CapacityConfig) -> dict[_Task, list[_Task]]:
-    """Every fit with those it starts from, which stand before it: contained heads, and the next smaller width."""
+def planned_fits(config: CapacityConfig) -> _Tasks:
+    """Head and width of every fit, each with those it starts from: contained heads, and the next smaller width.
+
+    Fits stand after those they start from, and contained heads that the configuration does not name are among them.
+    """
     heads = _with_contained_heads([Head.parse(text) for text in config.heads])
-    tasks: dict[_Task, list[_Task]] = {}
+    tasks: _Tasks = {}
     for place, head in enumerate(heads):
-        # Two heads can contain each other, as gss(k=2) and sigsoftmax do: only the first is a source.
-        sources = [str(other) for other in heads[:place] if contains(head, other)]
+        # Two heads can contain each other, as gss(k=2) and sigsoftmax do: only the first is a start.
+        contained = [str(other) for other in heads[:place] if contains(head, other)]
         widths = sorted({*config.widths, *(config.softmax_widths if head == SOFTMAX else ())})
         for narrower, width in zip([None, *widths], widths, strict=False):
-            tasks[str(head), width] = [(source, width) for source in sources]
+            tasks[str(head), width] = [(other, width) for other in contained]
             if narrower is not None:
                 tasks[str(head), width].append((str(head), narrower))
     return tasks
-
-
-def planned_fits(config: CapacityConfig) -> list[tuple[str, int]]:
-    """Head and width of every fit of a configuration, contained heads included."""
-    return list(_tasks(config))
 
 
 def _with_contained_heads(heads: Sequence[Head]) -> list[Head]:
@@ -168,90 +145,91 @@ def _with_contained_heads(heads: Sequence[Head]) -> list[Head]:
     ordered: list[Head] = []
     while left:
         # The first that contains no other strictly.
-        ordered.append(
-            next(head for head in left if not any(contains(head, o) and not contains(o, head) for o in left))
-        )
+        ordered.append(next(head for head in left if not any(strictly_contains(head, other) for other in left)))
         left.remove(ordered[-1])
     return ordered
 
 
 def _length(task: _Task) -> int:
-    """Orders fits by how long they, and those that wait for them, will take: roughly."""
+    """A rough measure of how long a fit, and those that wait for it, will take."""
     head = Head.parse(task[0])
     return (2 if head.function.is_linear else 1) * head.components * 1000 - task[1]
 
 
 # --- one fit, here or in another process ----------------------------------------------------------------------------
 
+_Points = list[tuple[NDArray[np.float64], float]]
+"""The solutions of a fitted head and their KL, as they travel between processes."""
+_Outcome = tuple[CapacityResult, _Points]
+_Ended = Generator[tuple[_Task, CapacityResult], None, None]
+
 
 class _Inputs(NamedTuple):
-    """What all fits share."""
+    """The inputs that all fits share."""
 
-    log_p_NM: NDArray[np.float64]
+    log_p_NV: NDArray[np.float64]
     weights_N: NDArray[np.float64]
-    language: str
+    description: str
     config: CapacityConfig
 
-
-class _Points(NamedTuple):
-    """A fitted head as it travels between processes."""
-
-    best: NDArray[np.float64]
-    best_kl: float
-    own: NDArray[np.float64]
-    own_kl: float
-
-
-_Sources = dict[_Task, _Points]
-_Outcome = tuple[CapacityResult, _Points]
-
-
-def _fit(inputs: _Inputs, task: _Task, sources: _Sources, stop: Stop | None) -> _Outcome:
-    log_p_NM, weights_N = torch.from_numpy(inputs.log_p_NM), torch.from_numpy(inputs.weights_N)
-    warm = []
-    for (head, width), points in sources.items():
-        problem = Problem(log_p_NM, Head.parse(head), width, weights_N)
-        best, own = torch.from_numpy(points.best), torch.from_numpy(points.own)
-        warm.append(Fitted(Solution(problem, best, points.best_kl), Solution(problem, own, points.own_kl)))
-    random_starts, budget = inputs.config.effort(task[1])
-    result, fitted = fit(
-        log_p_NM,
-        Head.parse(task[0]),
-        task[1],
-        weights_N=weights_N,
-        warm=warm,
-        random_starts=random_starts,
-        least_starts=inputs.config.least_starts,
-        budget=budget,
-        seed=inputs.config.seed,
-        language=inputs.language,
-        stop=stop,
-    )
-    return result, _Points(fitted.best.x.numpy(), fitted.best.kl, fitted.own.x.numpy(), fitted.own.kl)
+    def fit(self, task: _Task, contained: dict[_Task, _Points], stop: Stop | None = None) -> _Outcome:
+        log_p_NV, weights_N = torch.from_numpy(self.log_p_NV), torch.from_numpy(self.weights_N)
+        truth = Distributions(log_p_NV=log_p_NV, weights_N=weights_N, description=self.description)
+        warm = []
+        for (head, width), points in contained.items():
+            problem = Problem(truth, Head.parse(head), width)
+            warm.append(Fitted(*(Solution(problem, torch.from_numpy(x), kl) for x, kl in points)))
+        is_thorough = task[1] in self.config.thorough_widths
+        result, fitted = fit(
+            truth,
+            Head.parse(task[0]),
+            task[1],
+            warm=warm,
+            random_starts=self.config.thorough_random_starts if is_thorough else self.config.random_starts,
+            least_starts=self.config.least_starts,
+            budget=self.config.thorough_budget if is_thorough else self.config.budget,
+            seed=self.config.seed,
+            stop=stop,
+        )
+        return result, [(solution.x.numpy(), solution.kl) for solution in fitted]
 
 
-@contextmanager
-def _pool(inputs: _Inputs) -> Iterator[Callable[[_Task, _Sources], Future[_Outcome]]]:
-    """Where fits run: threads inside an operation gain nothing on arrays of this size, and Python's threads little."""
-    if inputs.config.workers == 1 or not _can_travel(inputs.config):
-        with _one_thread():
-            yield lambda task, sources: _done(_fit(inputs, task, sources, None))
-        return
+def _fits_here(inputs: _Inputs, tasks: _Tasks) -> _Ended:
+    """All fits one after another. Threads inside an operation gain nothing on arrays of this size."""
+    points: dict[_Task, _Points] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for task, needed in tasks.items():
+            result, points[task] = inputs.fit(task, {other: points[other] for other in needed})
+            yield task, result
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fits_in_processes(inputs: _Inputs, tasks: _Tasks) -> _Ended:
+    """All fits as they end, several at once; Python's threads would gain little."""
+    points: dict[_Task, _Points] = {}
+    running: dict[Future[_Outcome], _Task] = {}
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     with ProcessPoolExecutor(inputs.config.workers, context, _begin_worker, (inputs, stop)) as pool:
         try:
-            yield lambda task, sources: pool.submit(_work, task, sources)
+            while len(points) < len(tasks):
+                started = {*running.values(), *points}
+                for task in sorted(tasks.keys() - started, key=_length, reverse=True):
+                    # Only as many as can run: a longer fit that becomes possible later goes first.
+                    if len(running) < inputs.config.workers and points.keys() >= set(tasks[task]):
+                        running[pool.submit(_work, task, {other: points[other] for other in tasks[task]})] = task
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    task = running.pop(future)
+                    result, points[task] = future.result()
+                    yield task, result
         except BaseException:
             # An interrupt must not wait for fits of many seconds.
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-
-
-def _can_travel(config: CapacityConfig) -> bool:
-    """Another process does not know the functions that were registered in this one."""
-    return all(Head.parse(head).function.form.is_builtin for head in config.heads)
 
 
 _worker: tuple[_Inputs, Stop] | None = None
@@ -265,23 +243,7 @@ def _begin_worker(inputs: _Inputs, stop: Stop) -> None:
     _worker = inputs, stop
 
 
-def _work(task: _Task, sources: _Sources) -> _Outcome:
+def _work(task: _Task, contained: dict[_Task, _Points]) -> _Outcome:
     assert _worker is not None
     inputs, stop = _worker
-    return _fit(inputs, task, sources, stop)
-
-
-def _done(outcome: _Outcome) -> Future[_Outcome]:
-    future: Future[_Outcome] = Future()
-    future.set_result(outcome)
-    return future
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return inputs.fit(task, contained, stop)

@@ -1,6 +1,6 @@
-"""Distributions that count as the truth, and the border where given ones are checked.
+"""Distributions that count as the truth, and the validation of given ones.
 
-Shapes: N contexts, M words.
+Shapes: N contexts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import Tensor
 
 from sigsoftmax.synthetic import Language, Weighting
 
-__all__ = ["Distributions", "checked_log_probs", "checksum_of"]
+__all__ = ["Distributions", "checked_log_probs"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distributions:
-    """One distribution over words for each context, in float64, and how much each context counts."""
+    """One distribution over tokens for each context, in float64, and how much each context counts."""
 
-    log_p_NM: Tensor
+    log_p_NV: Tensor
     weights_N: Tensor
-    """sums to one, or to less where words were left out: then a KL is that part of the whole"""
+    """sums to one, or to less where tokens were left out: then a KL is that part of the whole"""
     description: str
 
     def __post_init__(self) -> None:
-        contexts, words = self.log_p_NM.shape
-        if contexts < 1 or words < 2:
-            raise ValueError(f"expected at least one context and two words, got {contexts} and {words}")
+        contexts, vocabulary = self.log_p_NV.shape
+        if contexts < 1 or vocabulary < 2:
+            raise ValueError(f"expected at least one context and two tokens, got {contexts} and {vocabulary}")
         if self.weights_N.shape != (contexts,) or not bool((self.weights_N >= 0.0).all()) or not self.weights_N.any():
             raise ValueError(
                 f"weights of contexts must be {contexts} numbers that are not negative and not all zero, got shape "
@@ -37,27 +37,27 @@ class Distributions:
 
     @classmethod
     def of_language(cls, language: Language, weights: Weighting = "uniform") -> Distributions:
-        return cls(log_p_NM=language.log_p_NM, weights_N=language.weights_N(weights), description=language.description)
+        return cls(log_p_NV=language.log_p_NV, weights_N=language.weights_N(weights), description=language.description)
 
     @classmethod
-    def given(cls, matrix_NM: Tensor, *, description: str = "given distributions") -> Distributions:
+    def given(cls, matrix_NV: Tensor, *, description: str = "given distributions") -> Distributions:
         """Probabilities or log-probabilities, checked; every context counts the same."""
-        log_p_NM = checked_log_probs(matrix_NM, description)
-        weights_N = torch.full((log_p_NM.shape[0],), 1.0 / log_p_NM.shape[0], dtype=torch.float64)
-        return cls(log_p_NM=log_p_NM, weights_N=weights_N, description=description)
+        log_p_NV = checked_log_probs(matrix_NV, description)
+        weights_N = torch.full((log_p_NV.shape[0],), 1.0 / log_p_NV.shape[0], dtype=torch.float64)
+        return cls(log_p_NV=log_p_NV, weights_N=weights_N, description=description)
 
-
-def checksum_of(log_p_NM: Tensor, weights_N: Tensor) -> str:
-    """What tells distributions apart that are called the same; of float32, whose digits no machine gets wrong."""
-    digest = hashlib.sha256()
-    for tensor in (log_p_NM, weights_N):
-        digest.update(repr(tuple(tensor.shape)).encode())
-        digest.update(tensor.to("cpu", torch.float32).contiguous().numpy().tobytes())
-    return digest.hexdigest()[:12]
+    @property
+    def checksum(self) -> str:
+        """A checksum that tells distributions of one name apart; of float32, whose digits no machine gets wrong."""
+        digest = hashlib.sha256()
+        for tensor in (self.log_p_NV, self.weights_N):
+            digest.update(repr(tuple(tensor.shape)).encode())
+            digest.update(tensor.to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()[:12]
 
 
 def checked_log_probs(
-    matrix_NM: Tensor, name: str, *, rows_N: Tensor | None = None, are_probabilities: bool | None = None
+    matrix_NV: Tensor, name: str, *, rows_N: Tensor | None = None, are_probabilities: bool | None = None
 ) -> Tensor:
     """Log-probabilities in float64, each row of sum one, from rows of probabilities or of log-probabilities.
 
@@ -65,31 +65,31 @@ def checked_log_probs(
     rounding, or a floor under probabilities, can do are put right; others are refused, with how far they are off.
     ``rows_N`` are the numbers that errors give the rows, if these are a part of a larger matrix.
     """
-    if matrix_NM.ndim != 2 or not matrix_NM.is_floating_point() or 0 in matrix_NM.shape:
+    if matrix_NV.ndim != 2 or not matrix_NV.is_floating_point() or 0 in matrix_NV.shape:
         raise ValueError(
-            f"{name}: expected a floating-point matrix of contexts x words with at least one of each, got "
-            f"{matrix_NM.dtype} of shape {tuple(matrix_NM.shape)}"
+            f"{name}: expected a floating-point matrix of contexts x tokens with at least one of each, got "
+            f"{matrix_NV.dtype} of shape {tuple(matrix_NV.shape)}"
         )
-    values_NM = matrix_NM.detach().to(torch.float64)
-    rows_N = torch.arange(values_NM.shape[0]) if rows_N is None else rows_N
-    bad = torch.isnan(values_NM)
+    values_NV = matrix_NV.detach().to(torch.float64)
+    rows_N = torch.arange(values_NV.shape[0]) if rows_N is None else rows_N
+    bad = torch.isnan(values_NV)
     if bad.any():
         raise ValueError(f"{name}: NaN {_where(bad, rows_N)}; every entry must be a probability or its logarithm")
     if are_probabilities is None:
-        are_probabilities = bool((values_NM >= 0.0).all())
-    tolerance = 0.1 if matrix_NM.dtype.itemsize == 2 else 5e-3
+        are_probabilities = bool((values_NV >= 0.0).all())
+    tolerance = 0.1 if matrix_NV.dtype.itemsize == 2 else 5e-3
     if are_probabilities:
-        bad = (values_NM < 0.0) | (values_NM > 1.0 + tolerance)
+        bad = (values_NV < 0.0) | (values_NV > 1.0 + tolerance)
         kind = "probabilities must lie between 0 and 1"
     else:
-        bad = values_NM > tolerance
+        bad = values_NV > tolerance
         kind = "a log-probability is never positive; if these are logits, take log_softmax of each row first"
     if bad.any():
         row, column = (int(i) for i in bad.nonzero()[0])
-        raise ValueError(f"{name}: {values_NM[row, column].item():.6g} {_where(bad, rows_N)}; {kind}")
+        raise ValueError(f"{name}: {values_NV[row, column].item():.6g} {_where(bad, rows_N)}; {kind}")
     if are_probabilities:
-        values_NM = values_NM.log()
-    log_sums_N = torch.logsumexp(values_NM, 1)
+        values_NV = values_NV.log()
+    log_sums_N = torch.logsumexp(values_NV, 1)
     off_N = log_sums_N.exp() - 1.0
     wrong_N = ~(off_N.abs() <= tolerance)
     if wrong_N.any():
@@ -100,7 +100,7 @@ def checked_log_probs(
             f"{int(wrong_N.sum())} of {len(wrong_N)} rows are off; normalise them (log_softmax), or check that whole "
             "rows were stored"
         )
-    return values_NM - log_sums_N[:, None]
+    return values_NV - log_sums_N[:, None]
 
 
 def _where(bad: Tensor, rows_N: Tensor) -> str:

@@ -7,7 +7,7 @@ The problem is not convex. Each fit begins at several starts (the head's narrowe
 random points) and the best and the spread are reported. Contained solutions are also carried over exactly, so that
 ``sigsoftmax <= softmax`` or ``moss <= mos`` hold as they must, whatever the optimiser does.
 
-Shapes: N contexts, M words.
+Shapes: N contexts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.capacity.distributions import checksum_of
+from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.lbfgs import Budget, minimise
 from sigsoftmax.analysis.capacity.problem import Problem
-from sigsoftmax.analysis.capacity.starts import Solution, contains, disturbed, embedded, random_start, spectral_start
+from sigsoftmax.analysis.capacity.starts import (
+    Solution,
+    disturbed,
+    embedded,
+    random_start,
+    spectral_start,
+    strictly_contains,
+)
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
 from sigsoftmax.family.heads import Head
 from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
@@ -40,8 +46,7 @@ class Stop(Protocol):
     def is_set(self) -> bool: ...
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """Parameters of a fitted head, for others to start from."""
 
     best: Solution
@@ -51,17 +56,15 @@ class Fitted:
 
 
 def fit(
-    log_p_NM: Tensor,
+    truth: Distributions,
     head: Head,
     width: int,
     *,
-    weights_N: Tensor | None = None,
     warm: Sequence[Fitted] = (),
     random_starts: int = 1,
     least_starts: int = 0,
     budget: Budget | None = None,
     seed: int = 0,
-    language: str = "given distributions",
     stop: Stop | None = None,
 ) -> tuple[CapacityResult, Fitted]:
     """Fit one head at one width. ``warm`` are solutions of the same head at smaller widths, or of contained heads.
@@ -70,40 +73,36 @@ def fit(
     """
     began = time.perf_counter()
     budget = budget or Budget()
-    problem = Problem(log_p_NM, head, width, weights_N)
+    problem = Problem(truth, head, width)
     starts: list[StartResult] = []
-    exact: Solution | None = None
-    fitted: Solution | None = None
 
-    for name, point in _exact_points(problem, warm):
-        solution = Solution(problem, point, problem.kl(problem.log_output(point)))
-        starts.append(StartResult(name=name, kl=solution.kl, iterations=0))
-        exact = solution if exact is None or solution.kl < exact.kl else exact
+    def solution(name: str, x: Tensor, iterations: int) -> Solution:
+        found = Solution(problem, x, problem.kl(problem.log_output(x)))
+        starts.append(StartResult(name=name, kl=found.kl, iterations=iterations))
+        return found
 
     def evaluate(x: Tensor) -> tuple[float, Tensor]:
         if stop is not None and stop.is_set():
             raise InterruptedError("the fit was stopped")
         return problem.evaluate(x)
 
-    if exact is not None and exact.kl <= budget.floor:
-        fitted = exact
-    for name, point in (
-        _start_points(problem, log_p_NM, warm, random_starts, least_starts, seed) if fitted is None else ()
-    ):
-        found = minimise(evaluate, point, problem.preconditioner_at, budget)
-        solution = Solution(problem, found.x, problem.kl(problem.log_output(found.x)))
-        starts.append(StartResult(name=name, kl=solution.kl, iterations=max(found.iterations, 1)))
-        fitted = solution if fitted is None or solution.kl < fitted.kl else fitted
-        if solution.kl <= budget.floor:
-            break
-
-    assert fitted is not None
-    best = exact if exact is not None and exact.kl < fitted.kl else fitted
+    exact = [
+        solution(f"{_warm_name(problem, source.best)}, exactly", embedded(source.best, problem), 0) for source in warm
+    ]
+    own = [found for found in exact if found.kl <= budget.floor]
+    if not own:
+        for name, point in _start_points(problem, warm, random_starts, least_starts, seed):
+            minimum = minimise(evaluate, point, problem.preconditioner_at, budget)
+            own.append(solution(name, minimum.x, max(minimum.iterations, 1)))
+            if own[-1].kl <= budget.floor:
+                break
+    fitted = min(own, key=lambda found: found.kl)
+    best = min([fitted, *exact], key=lambda found: found.kl)
     singular = spectrum(problem.log_output(fitted.x))
     result = CapacityResult(
-        language=language,
+        language=truth.description,
         contexts=problem.contexts,
-        words=problem.words,
+        words=problem.vocabulary,
         head=str(head),
         width=width,
         # KL is not negative; rounding may be.
@@ -111,14 +110,14 @@ def fit(
         fitted_kl=max(fitted.kl, 0.0),
         starts=tuple(starts),
         numbers_per_context=head.numbers_per_context(width),
-        output_parameters=head.output_parameters(problem.words, width),
-        rank_bound=head.rank_bound(problem.words, problem.contexts, width),
+        output_parameters=head.output_parameters(problem.vocabulary, width),
+        rank_bound=head.rank_bound(problem.vocabulary, problem.contexts, width),
         rank=singular.press32_rank,
         rank_threshold=singular.press32_threshold,
         singular_values=singular.singular_values,
         seed=seed,
         seconds=time.perf_counter() - began,
-        truth=checksum_of(log_p_NM, problem.weights_N),
+        truth=truth.checksum,
     )
     return result, Fitted(best, fitted)
 
@@ -154,13 +153,8 @@ def _warm_name(problem: Problem, source: Solution) -> str:
     return f"width {source.problem.width}" if source.problem.head == problem.head else str(source.problem.head)
 
 
-def _exact_points(problem: Problem, warm: Sequence[Fitted]) -> Iterator[tuple[str, Tensor]]:
-    for source in warm:
-        yield f"{_warm_name(problem, source.best)}, exactly", embedded(source.best, problem)
-
-
 def _start_points(
-    problem: Problem, log_p_NM: Tensor, warm: Sequence[Fitted], random_starts: int, least_starts: int, seed: int
+    problem: Problem, warm: Sequence[Fitted], random_starts: int, least_starts: int, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
     sources = _worth_leaving(problem.head, [fitted.own for fitted in warm])
     for source in sources:
@@ -168,7 +162,7 @@ def _start_points(
         yield name, disturbed(source, problem, _generator(seed, problem, name))
     has_spectral = problem.linear_slope is not None and problem.head.components == 1
     if has_spectral:
-        yield "spectral", spectral_start(problem, log_p_NM)
+        yield "spectral", spectral_start(problem)
     needed = max(least_starts, 0 if warm or problem.head.is_softmax else 1)
     for number in range(max(random_starts, needed - len(sources) - has_spectral)):
         name = f"random {number}"
@@ -182,13 +176,7 @@ def _worth_leaving(head: Head, sources: Sequence[Solution]) -> list[Solution]:
     fits end far above those that start from copies of one component.
     """
     others = [source for source in sources if source.problem.head != head]
-    direct = [
-        source
-        for source in others
-        if not any(
-            contains(other.problem.head, source.problem.head) and not contains(source.problem.head, other.problem.head)
-            for other in others
-        )
-    ]
+    heads = [source.problem.head for source in others]
+    direct = [source for source in others if not any(strictly_contains(other, source.problem.head) for other in heads)]
     narrower = [source for source in sources if source.problem.head == head]
     return direct + (narrower if head.components == 1 or not direct else [])

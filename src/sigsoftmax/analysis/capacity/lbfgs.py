@@ -1,7 +1,7 @@
 """L-BFGS with a preconditioner that is renewed on the way.
 
 A capacity fit is a factorisation h W^T seen through a log-loss: badly conditioned, since a direction of h is steep or
-flat by the size of W there. Two small Gram matrices describe most of that (see ``fitting``), and with them as the first
+flat by the size of W there. Two small Gram matrices describe most of that (see ``problem``), and with them as the first
 approximation of the inverse Hessian the fit needs a fraction of the steps. ``torch.optim.LBFGS`` has no place for one.
 """
 
@@ -23,7 +23,7 @@ Apply = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """When a fit ends."""
+    """The conditions under which a fit ends."""
 
     iterations: int = 300
     """at most so many steps"""
@@ -39,19 +39,15 @@ class Budget:
 
 
 class Minimum(NamedTuple):
+    """The lowest point that was found."""
+
     x: Tensor
     value: float
     iterations: int
-    evaluations: int
 
 
-class _Step(NamedTuple):
-    step: Tensor
-    change: Tensor
-    """of the gradient over the step"""
-    curvature: float
-
-
+_History = deque[tuple[Tensor, Tensor, float]]
+"""Steps, the change of the gradient over each, and the product of the two: the curvature."""
 HISTORY = 10
 RENEW = 25
 """Steps between two preconditioners."""
@@ -68,8 +64,8 @@ def minimise(
     """
     x = start
     value, gradient = evaluate(x)
-    evaluations, iteration = 1, 0
-    history: deque[_Step] = deque(maxlen=HISTORY)
+    iteration = 0
+    history: _History = deque(maxlen=HISTORY)
     recent = deque([value], maxlen=budget.patience + 1)
     precondition = preconditioner_at(x)
     while iteration < budget.iterations and value > budget.floor:
@@ -83,25 +79,25 @@ def minimise(
             slope = float(gradient.dot(direction))
         first = 1.0 if history else min(1.0, value / max(-slope, 1e-300))
         found = _line_search(evaluate, x, value, slope, direction, first)
-        evaluations += found.evaluations
-        if found.gradient is None:
+        if found is None:
             if not history:
                 break
             history.clear()
             continue
-        step, change = found.length * direction, found.gradient - gradient
+        length, value, new_gradient = found
+        step, change = length * direction, new_gradient - gradient
         curvature = float(step.dot(change))
         if curvature > 0.0:
-            history.append(_Step(step, change, curvature))
-        x, value, gradient = x + step, found.value, found.gradient
+            history.append((step, change, curvature))
+        x, gradient = x + step, new_gradient
         iteration += 1
         recent.append(value)
         if len(recent) > budget.patience and recent[0] - value <= budget.tolerance * value:
             break
-    return Minimum(x, value, iteration, evaluations)
+    return Minimum(x, value, iteration)
 
 
-def _descent(gradient: Tensor, history: deque[_Step], precondition: Apply) -> Tensor:
+def _descent(gradient: Tensor, history: _History, precondition: Apply) -> Tensor:
     """Minus the approximate inverse Hessian times the gradient, by the two-loop recursion."""
     direction = gradient.clone()
     weights = []
@@ -118,27 +114,24 @@ def _descent(gradient: Tensor, history: deque[_Step], precondition: Apply) -> Te
     return direction.neg_()
 
 
-class _Found(NamedTuple):
-    length: float
-    value: float
-    gradient: Tensor | None
-    """None when no point of the line is lower"""
-    evaluations: int
+def _line_search(
+    evaluate: Evaluate, x: Tensor, value: float, slope: float, direction: Tensor, length: float
+) -> tuple[float, float, Tensor] | None:
+    """Length, value and gradient of a step that satisfies the weak Wolfe conditions, by bisection.
 
-
-def _line_search(evaluate: Evaluate, x: Tensor, value: float, slope: float, direction: Tensor, length: float) -> _Found:
-    """A step that satisfies the weak Wolfe conditions, by bisection; else the last that lowered the value."""
+    Else of the last step that lowered the value; None when no point of the line is lower.
+    """
     low, high = 0.0, math.inf
-    best = _Found(0.0, value, None, 0)
-    for evaluations in range(1, 21):
+    best = None
+    for _ in range(20):
         new_value, new_gradient = evaluate(x + length * direction)
         # A wild step may overflow; `not <=` counts NaN as too far.
         if not new_value <= value + ARMIJO * length * slope:
             high = length
         else:
-            best = _Found(length, new_value, new_gradient, evaluations)
+            best = length, new_value, new_gradient
             if float(new_gradient.dot(direction)) >= WOLFE * slope:
                 return best
             low = length
         length = 0.5 * (low + high) if high < math.inf else 2.0 * length
-    return best._replace(evaluations=20)
+    return best

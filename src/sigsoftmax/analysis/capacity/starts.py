@@ -1,4 +1,4 @@
-"""Where fits begin: at random, at the truth's leading singular vectors, and at every head contained in the one fitted.
+"""Starting points of fits: random ones, the truth's leading singular vectors, and every contained head.
 
 A head contains another when its parameters can be chosen so that it makes the same distributions, exactly or as a
 limit. A contained solution is carried over in two ways: exactly, as a point that only has to be evaluated and by
@@ -20,7 +20,7 @@ from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
 from sigsoftmax.family.parameters import ParameterKind
 
-__all__ = ["Solution", "contains", "disturbed", "embedded", "random_start", "spectral_start"]
+__all__ = ["Solution", "contains", "disturbed", "embedded", "random_start", "spectral_start", "strictly_contains"]
 
 FAR = 40.0
 """Distance from the bend of phi at which it is a line within float64: exp(-40) is 4e-18."""
@@ -48,7 +48,7 @@ class LinearEnd(NamedTuple):
 
 
 def linear_end(function: OutputFunction) -> LinearEnd | None:
-    """On which side phi becomes a rising line, if any: there the member is softmax of scaled logits.
+    """The side on which phi becomes a rising line, if any: there the member is softmax of scaled logits.
 
     sigsoftmax and gss do so at +inf, sigmoid at -inf. A user's own phi is probed, and taken to bend at 0.
     """
@@ -95,7 +95,7 @@ def _same_phi(one: OutputFunction, other: OutputFunction) -> bool:
 
 
 def contains(head: Head, smaller: Head) -> bool:
-    """Whether every output of ``smaller`` is an output, or a limit of outputs, of ``head`` at the same width."""
+    """True if every output of ``smaller`` is an output, or a limit of outputs, of ``head`` at the same width."""
     if smaller.components not in (1, head.components):
         return False
     if smaller.learned(1):
@@ -104,13 +104,18 @@ def contains(head: Head, smaller: Head) -> bool:
     return _same_phi(function, smaller.function) or (smaller.function.is_linear and linear_end(function) is not None)
 
 
+def strictly_contains(head: Head, smaller: Head) -> bool:
+    """Two heads can contain each other, as gss(k=2) and sigsoftmax do; then neither does so strictly."""
+    return contains(head, smaller) and not contains(smaller, head)
+
+
 def random_start(problem: Problem, generator: Generator) -> Tensor:
     """Logits of standard deviation about 1."""
     x = torch.randn(problem.size, dtype=torch.float64, generator=generator)
     parts = problem.views(x)
     parts.h_Rd.mul_(problem.width**-0.25)
-    parts.output_Me.mul_(problem.width**-0.25)
-    parts.output_Me[:, -1].mul_(0.1)
+    parts.output_Ve.mul_(problem.width**-0.25)
+    parts.output_Ve[:, -1].mul_(0.1)
     if parts.prior_NK is not None:
         parts.prior_NK.mul_(0.1)
     for key, value in parts.learned.items():
@@ -118,27 +123,22 @@ def random_start(problem: Problem, generator: Generator) -> Tensor:
     return x
 
 
-def spectral_start(problem: Problem, log_p_NM: Tensor) -> Tensor:
+def spectral_start(problem: Problem) -> Tensor:
     """The best approximation of log P in the sense of squares, for a linear phi of one component."""
     assert problem.linear_slope is not None and problem.head.components == 1
     # Probabilities that are zero or nearly so would rule the squares without mattering to KL.
-    clipped_NM = log_p_NM.clamp_min(math.log(1e-6 / problem.words))
-    centred_NM = clipped_NM - clipped_NM.mean(1, keepdim=True)
-    bias_M = centred_NM.mean(0)
-    u, s, v = torch.linalg.svd((centred_NM - bias_M) / problem.linear_slope, full_matrices=False)
+    clipped_NV = problem.truth.log_p_NV.clamp_min(math.log(1e-6 / problem.vocabulary))
+    centred_NV = clipped_NV - clipped_NV.mean(1, keepdim=True)
+    bias_V = centred_NV.mean(0)
+    u, s, v = torch.linalg.svd((centred_NV - bias_V) / problem.linear_slope, full_matrices=False)
     used = min(problem.width, s.shape[0])
     x = torch.zeros(problem.size, dtype=torch.float64)
     parts = problem.views(x)
     root = s[:used].sqrt()
     parts.h_Rd[:, :used] = u[:, :used] * root
-    parts.output_Me[:, :used] = v[:used].T * root
-    parts.output_Me[:, -1] = bias_M / problem.linear_slope
+    parts.output_Ve[:, :used] = v[:used].T * root
+    parts.output_Ve[:, -1] = bias_V / problem.linear_slope
     return x
-
-
-def embedded(source: Solution, problem: Problem) -> Tensor:
-    """The point of ``problem`` that makes what ``source`` makes; ``contains`` must hold and the width suffice."""
-    return _carried_over(source, problem, bent=False)
 
 
 def disturbed(source: Solution, problem: Problem, generator: Generator) -> Tensor:
@@ -147,14 +147,14 @@ def disturbed(source: Solution, problem: Problem, generator: Generator) -> Tenso
     The logits of a softmax are put astride the bend of phi, since far out the fit does not feel it. Copied components
     are moved apart, new columns are small instead of zero, numbers per class differ: all these are saddle points.
     """
-    x = _carried_over(source, problem, bent=True)
+    x = embedded(source, problem, astride_bend=True)
     parts, old = problem.views(x), source.problem
 
     def noise(like: Tensor, scale: float) -> Tensor:
         return scale * torch.randn(like.shape, dtype=like.dtype, generator=generator)
 
     old_h, new_h = parts.h_Rd[:, : old.width], parts.h_Rd[:, old.width :]
-    new_output = parts.output_Me[:, old.width : -1]
+    new_output = parts.output_Ve[:, old.width : -1]
     h_scale = float(old_h.std())
     if problem.head.components > old.head.components:
         assert parts.prior_NK is not None
@@ -171,7 +171,11 @@ def disturbed(source: Solution, problem: Problem, generator: Generator) -> Tenso
     return x
 
 
-def _carried_over(source: Solution, problem: Problem, *, bent: bool) -> Tensor:
+def embedded(source: Solution, problem: Problem, *, astride_bend: bool = False) -> Tensor:
+    """The point of ``problem`` that makes what ``source`` makes; ``contains`` must hold and the width suffice.
+
+    ``astride_bend`` leaves the logits of a softmax where phi is not a line, so that the output is only similar.
+    """
     old, given = source.problem, source.problem.views(source.x)
     x = torch.zeros(problem.size, dtype=torch.float64)
     parts = problem.views(x)
@@ -179,24 +183,24 @@ def _carried_over(source: Solution, problem: Problem, *, bent: bool) -> Tensor:
     for key, value in parts.learned.items():
         value.copy_(given.learned[key] if key in given.learned else torch.full_like(value, values[key]))
 
-    output_Me = given.output_Me
+    output_Ve = given.output_Ve
     function, old_function = _function_at(problem.head, values), _function_at(old.head, old_values)
     if not _same_phi(function, old_function):
         end = linear_end(function)
         assert end is not None and old.linear_slope is not None, f"{problem.head} does not contain {old.head}"
-        # Less their mean over words: the same distributions under a linear phi, and logits around zero.
-        output_Me = (output_Me - output_Me.mean(0)) * (old.linear_slope / end.slope)
+        # Less their mean over tokens: the same distributions under a linear phi, and logits around zero.
+        output_Ve = (output_Ve - output_Ve.mean(0)) * (old.linear_slope / end.slope)
         shift = end.bend
-        if not bent:
-            largest = (given.h_Rd @ output_Me[:, :-1].T + output_Me[:, -1]).abs().max()
+        if not astride_bend:
+            largest = (given.h_Rd @ output_Ve[:, :-1].T + output_Ve[:, -1]).abs().max()
             shift += end.sign * (FAR + float(largest))
-        output_Me[:, -1] += shift
+        output_Ve[:, -1] += shift
 
     copies = problem.head.components // old.head.components
     h_NKd = given.h_Rd.view(problem.contexts, old.head.components, old.width).repeat(1, copies, 1)
     parts.h_Rd[:, : old.width] = h_NKd.view(-1, old.width)
-    parts.output_Me[:, : old.width] = output_Me[:, :-1]
-    parts.output_Me[:, -1] = output_Me[:, -1]
+    parts.output_Ve[:, : old.width] = output_Ve[:, :-1]
+    parts.output_Ve[:, -1] = output_Ve[:, -1]
     if parts.prior_NK is not None and given.prior_NK is not None:
         parts.prior_NK.copy_(given.prior_NK)
     return x

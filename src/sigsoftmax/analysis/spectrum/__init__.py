@@ -1,5 +1,7 @@
-"""Singular values and numerical ranks of log-output matrices, in memory, streamed, or bounded from a block."""
+"""Singular values and ranks of log-output matrices."""
 
-from sigsoftmax._moved import forward_names
+from sigsoftmax.analysis.spectrum.bounds import rank_bounds
+from sigsoftmax.analysis.spectrum.singular_values import describe, spectrum
+from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
 
-__getattr__ = forward_names(__name__)
+__all__ = ["SpectrumOptions", "describe", "rank_bounds", "spectrum", "streamed_spectrum"]

@@ -1,6 +1,6 @@
-"""What the entries of a log-output matrix must be, and how precise they are.
+"""Checks of the entries of a log-output matrix, and their precision.
 
-Shapes: B contexts of a block, M words.
+Shapes: B contexts of a block, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BadEntries(ValueError):
     def __init__(self, message: str, row: int) -> None:
         super().__init__(message)
         self.row = row
-        """within the block"""
+        """index within the block"""
 
 
 @dataclass
@@ -36,37 +36,34 @@ class EntryChecks:
     """Checks blocks of one matrix as they come, and remembers what is needed to judge the whole."""
 
     log_probs: bool
-    """whether every row must hold log-probabilities; else any finite matrix will do"""
+    """every row must hold log-probabilities; else any finite matrix will do"""
     tolerance: float | None = None
-    """how far the log of a row's sum may be off; None: 0.1 for 16-bit entries, else 0.005 (a floor under
-    probabilities, as in the published mixtures, moves it by 1e-8 a word)"""
+    """the distance from 0 that the log of a row's sum may have; None: 0.1 for 16-bit entries, else 0.005 (a floor under
+    probabilities, as in the published mixtures, moves it by 1e-8 per token)"""
     row_sum_error: float = 0.0
     narrower: list[torch.dtype] | None = field(default=None, init=False)
     """dtypes that hold every number seen so far; None before the first nonzero one"""
 
-    def check(self, block_BM: Tensor, first_row: int) -> None:
+    def check(self, block_BV: Tensor, first_row: int) -> None:
         """Raise BadEntries if the block is wrong; ``first_row`` is the index of its first row in the matrix."""
-        values_BM = block_BM.float() if block_BM.dtype in SIXTEEN_BITS else block_BM
-        low, high = (float(x) for x in torch.aminmax(values_BM))
+        values_BV = block_BV.float() if block_BV.dtype in SIXTEEN_BITS else block_BV
+        low, high = (float(x) for x in torch.aminmax(values_BV))
         if not (low > -float("inf") and high < float("inf")):
-            raise _not_finite(values_BM, first_row, self.log_probs)
+            raise _not_finite(values_BV, first_row, self.log_probs)
         if self.log_probs:
-            self._check_log_probs(values_BM, block_BM.dtype, high, first_row)
-        self.look_for_narrower(block_BM)
+            self._check_log_probs(values_BV, block_BV.dtype, high, first_row)
+        self.look_for_narrower(block_BV)
 
-    def look_for_narrower(self, block_BM: Tensor) -> None:
+    def look_for_narrower(self, block_BV: Tensor) -> None:
         """Remember which narrower dtypes could hold a sample of the block, without checking what it is."""
-        if not self.log_probs or block_BM.dtype not in NARROWER:
+        if not self.log_probs or block_BV.dtype not in NARROWER:
             # Whole numbers fit in any dtype; a matrix of them is exact, and need not have been rounded.
             return
-        rows, columns = (
-            -(-size // most) for size, most in zip(block_BM.shape, (SAMPLED_ROWS, SAMPLED_COLUMNS), strict=True)
-        )
-        sample = block_BM[::rows, ::columns]
-        if not bool(sample.any()):
-            return
-        candidates = NARROWER[block_BM.dtype] if self.narrower is None else self.narrower
-        self.narrower = [dtype for dtype in candidates if bool((sample.to(dtype).to(sample.dtype) == sample).all())]
+        rows, columns = -(-block_BV.shape[0] // SAMPLED_ROWS), -(-block_BV.shape[1] // SAMPLED_COLUMNS)
+        sample = block_BV[::rows, ::columns]
+        if bool(sample.any()):
+            candidates = NARROWER[block_BV.dtype] if self.narrower is None else self.narrower
+            self.narrower = [dtype for dtype in candidates if torch.equal(sample.to(dtype).to(sample.dtype), sample)]
 
     def precision(self, dtype: torch.dtype) -> torch.dtype:
         """The least precise dtype that all entries fit in: they probably came from it."""
@@ -77,16 +74,15 @@ class EntryChecks:
         return {"row_sum_error": self.row_sum_error, "narrower": narrower}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.row_sum_error = float(state["row_sum_error"])
-        narrower = state["narrower"]
-        self.narrower = None if narrower is None else [getattr(torch, name) for name in narrower]
+        self.row_sum_error, names = float(state["row_sum_error"]), state["narrower"]
+        self.narrower = None if names is None else [getattr(torch, name) for name in names]
 
-    def _check_log_probs(self, values_BM: Tensor, dtype: torch.dtype, high: float, first_row: int) -> None:
+    def _check_log_probs(self, values_BV: Tensor, dtype: torch.dtype, high: float, first_row: int) -> None:
         tolerance = self.tolerance if self.tolerance is not None else (0.1 if dtype in SIXTEEN_BITS else 5e-3)
-        off_B = torch.logsumexp(values_BM, 1).abs()
+        off_B = torch.logsumexp(values_BV, 1).abs()
         worst = float(off_B.max())
         if high > tolerance:
-            raise _positive(values_BM, tolerance, first_row)
+            raise _positive(values_BV, tolerance, first_row)
         if not worst <= tolerance:
             bad_B = off_B > tolerance
             row = int(bad_B.nonzero()[0])
@@ -94,7 +90,7 @@ class EntryChecks:
                 f"expected rows of log-probabilities that sum to one, but in row {first_row + row} the log of the sum "
                 f"is off by {float(off_B[row]):.3g} (the largest of {int(bad_B.sum())} such rows among "
                 f"{len(off_B)} is {worst:.3g}, in row {first_row + int(off_B.argmax())}; tolerance {tolerance:g}). "
-                f"{_advice(values_BM[row])}",
+                f"{_advice(values_BV[row])}",
                 row,
             )
         self.row_sum_error = max(self.row_sum_error, worst)
@@ -104,41 +100,41 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _not_finite(values_BM: Tensor, first_row: int, log_probs: bool) -> BadEntries:
-    wrong_BM = ~torch.isfinite(values_BM)
-    row, column = (int(i) for i in wrong_BM.nonzero()[0])
-    value = float(values_BM[row, column])
+def _not_finite(values_BV: Tensor, first_row: int, log_probs: bool) -> BadEntries:
+    wrong_BV = ~torch.isfinite(values_BV)
+    row, column = (int(i) for i in wrong_BV.nonzero()[0])
+    value = float(values_BV[row, column])
     advice = "check the model that made it, or leave that context out"
     if value == -float("inf"):
-        always = int((values_BM == -float("inf")).all(0).sum())
-        advice = "Leave masked words out of the matrix" + (
-            f" ({always} words have probability 0 in every row of this block)" if always else ""
+        always = int((values_BV == -float("inf")).all(0).sum())
+        advice = "Leave masked tokens out of the matrix" + (
+            f" ({always} tokens have probability 0 in every row of this block)" if always else ""
         )
         if log_probs:
             advice += ", or compute in a dtype in which the probability does not underflow"
     return BadEntries(
         f"a matrix with infinite or NaN entries has no singular values; the first is {value} at row "
-        f"{first_row + row}, column {column}, one of {int(wrong_BM.sum())} among {len(values_BM)} rows. {advice}",
+        f"{first_row + row}, column {column}, one of {int(wrong_BV.sum())} among {len(values_BV)} rows. {advice}",
         row,
     )
 
 
-def _positive(values_BM: Tensor, tolerance: float, first_row: int) -> BadEntries:
-    rows_B = values_BM.amax(1)
+def _positive(values_BV: Tensor, tolerance: float, first_row: int) -> BadEntries:
+    rows_B = values_BV.amax(1)
     row = int((rows_B > tolerance).nonzero()[0])
-    column = int(values_BM[row].argmax())
+    column = int(values_BV[row].argmax())
     return BadEntries(
-        f"a log-probability cannot be positive, got {float(values_BM[row, column]):.6g} at row {first_row + row}, "
+        f"a log-probability cannot be positive, got {float(values_BV[row, column]):.6g} at row {first_row + row}, "
         f"column {column} (the largest among {len(rows_B)} rows is {float(rows_B.max()):.6g}). "
-        f"{_advice(values_BM[row])}",
+        f"{_advice(values_BV[row])}",
         row,
     )
 
 
-def _advice(row_M: Tensor) -> str:
-    if bool((row_M >= 0).all()) and abs(float(row_M.sum()) - 1.0) < 0.01:
+def _advice(row_V: Tensor) -> str:
+    if bool((row_V >= 0).all()) and abs(float(row_V.sum()) - 1.0) < 0.01:
         return "These are probabilities: pass their logarithm"
     return (
-        "Pass log-probabilities, for instance log_softmax of logits over all words, one context a row; "
+        "Pass log-probabilities, for instance log_softmax of logits over the whole vocabulary, one context per row; "
         "log_probs=False analyses a matrix of another kind"
     )

@@ -4,7 +4,7 @@ A file that is shorter than it says is refused, with the bytes that were expecte
 the contexts that are there. A file is opened once, so that header and numbers belong together even if another process
 replaces it meanwhile.
 
-Shapes: M words, T contexts.
+Shapes: N contexts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sigsoftmax.analysis.spectrum.matrix_readers import Block, MatrixSource, from_array, from_blocks
+from sigsoftmax.analysis.spectrum.matrix_readers import Block, MatrixReader, check_axis, from_array, from_blocks
 from sigsoftmax.records.envelope import from_plain
 from sigsoftmax.records.parsing import parse_json
 
-__all__ = ["as_source", "from_file"]
+__all__ = ["as_reader", "from_file"]
 
 Truncated = Literal["raise", "keep"]
 
@@ -58,6 +58,10 @@ class StoredMatrix:
     def expected_bytes(self) -> int:
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def kind(self) -> np.dtype[Any]:
+        return np.dtype(STORED_AS[self.dtype]).newbyteorder(">" if self.big_endian else "<")
+
 
 def from_file(
     path: str | Path,
@@ -68,8 +72,8 @@ def from_file(
     contexts_axis: int = 0,
     truncated: Truncated = "raise",
     description: str | None = None,
-) -> MatrixSource:
-    """A matrix on disk. ``name`` picks one of several in a .npz, .safetensors or .pt file.
+) -> MatrixReader:
+    """Read a matrix on disk. ``name`` picks one of several in a .npz, .safetensors or .pt file.
 
     Any other file is raw numbers, for which ``dtype`` and ``shape`` must be given; None as the first size means as many
     rows as the file holds. ``contexts_axis=1`` says that a context is a column.
@@ -77,14 +81,13 @@ def from_file(
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no file at {path}; expected a matrix of log-probabilities")
-    if contexts_axis not in (0, 1):
-        raise ValueError(f"contexts_axis must be 0 or 1, got {contexts_axis!r}")
+    check_axis(contexts_axis)
     text = description or path.name
     suffix = path.suffix.lower()
     if suffix in (".npy", ".npz", ".safetensors", ".pt", ".pth") and (dtype is not None or shape is not None):
         raise ValueError(f"{path} says its own dtype and shape; leave out dtype and shape, which are for raw files")
     if suffix == ".npz":
-        return _npz_source(path, name, contexts_axis, text)
+        return _npz_reader(path, name, contexts_axis, text)
     if suffix in (".pt", ".pth"):
         return from_array(_torch_tensor(path, name), contexts_axis=contexts_axis, description=text)
     with path.open("rb") as file:
@@ -98,9 +101,9 @@ def from_file(
     return from_array(matrix, contexts_axis=contexts_axis, description=text)
 
 
-def as_source(matrix: Any) -> MatrixSource:
-    """A source as it is; a matrix, the path of a file or an iterable of matrices as a source."""
-    if isinstance(matrix, MatrixSource):
+def as_reader(matrix: Any) -> MatrixReader:
+    """A reader of a matrix, of the file at a path or of an iterable of matrices; a reader stays as it is."""
+    if isinstance(matrix, MatrixReader):
         return matrix
     if isinstance(matrix, str | Path):
         return from_file(matrix)
@@ -109,7 +112,7 @@ def as_source(matrix: Any) -> MatrixSource:
     if isinstance(matrix, Iterable):
         return from_blocks(matrix)
     raise ValueError(
-        f"expected a matrix, the path of a file, an iterable of matrices or a MatrixSource, got {type(matrix).__name__}"
+        f"expected a matrix, the path of a file, an iterable of matrices or a MatrixReader, got {type(matrix).__name__}"
     )
 
 
@@ -140,10 +143,8 @@ def _mapped(file: BinaryIO, stored: StoredMatrix, contexts_axis: int, truncated:
         warnings.warn(f"{problem}; {whole} whole contexts are kept", stacklevel=4)
         shape[outer] = whole
     order: Literal["C", "F"] = "F" if stored.fortran_order else "C"
-    kind = np.dtype(STORED_AS[stored.dtype]).newbyteorder("<")
     # Copy on write: torch wants memory that could be written to.
-    mapped = np.memmap(file, kind, "c", stored.offset, tuple(shape), order)
-    tensor = torch.from_numpy(mapped)
+    tensor = torch.from_numpy(np.memmap(file, stored.kind, "c", stored.offset, tuple(shape), order))
     return tensor.view(torch.bfloat16) if stored.dtype == torch.bfloat16 else tensor
 
 
@@ -155,62 +156,46 @@ def _check_matrix(path: Path, shape: tuple[int, ...]) -> None:
 # --- numpy ----------------------------------------------------------------------------------------------------------
 
 
-def _npy_header(path: Path, file: BinaryIO) -> StoredMatrix:
-    shape, fortran_order, kind = _read_npy_header(path, file)
-    return StoredMatrix(path, file.tell(), shape, _torch_dtype(path, kind), _is_big_endian(kind), fortran_order)
-
-
-def _read_npy_header(path: Path, file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _npy_header(path: Path, file: IO[bytes]) -> StoredMatrix:
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        header: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
+        shape, fortran_order, kind = read(file)
     except ValueError as error:
         raise ValueError(f"{path} is not a .npy file, or is cut off in its header: {error}") from None
-    return header
-
-
-def _torch_dtype(path: Path, kind: np.dtype[Any]) -> torch.dtype:
-    for dtype, stored in STORED_AS.items():
-        if dtype != torch.bfloat16 and kind.newbyteorder("=") == np.dtype(stored):
-            return dtype
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        if kind.newbyteorder("=") == np.dtype(STORED_AS[dtype]):
+            return StoredMatrix(path, file.tell(), shape, dtype, kind.newbyteorder("<") != kind, fortran_order)
     raise ValueError(f"{path} holds {kind}; expected float64, float32 or float16")
 
 
-def _is_big_endian(kind: np.dtype[Any]) -> bool:
-    return kind.newbyteorder("<") != kind
-
-
-def _npz_source(path: Path, name: str | None, contexts_axis: int, text: str) -> MatrixSource:
-    """A member of an archive is read forward, compressed or not."""
+def _npz_reader(path: Path, name: str | None, contexts_axis: int, text: str) -> MatrixReader:
+    """Read a member of an archive forward, compressed or not."""
     try:
-        # Stays open as long as the source is used; each pass over the blocks has a position of its own.
+        # Stays open as long as the reader is used; each pass over the blocks has a position of its own.
         archive = zipfile.ZipFile(path)
-        members = [entry.removesuffix(".npy") for entry in archive.namelist()]
-        member = _chosen(path, name, members)
+        member = _chosen(path, name, [entry.removesuffix(".npy") for entry in archive.namelist()])
         with archive.open(f"{member}.npy") as file:
-            shape, fortran_order, kind = _read_npy_header(path, file)
+            stored = _npy_header(path, file)
     except zipfile.BadZipFile as error:
         raise ValueError(
             f"{path} cannot be read as .npz: {error}. It has {path.stat().st_size} bytes, and is probably truncated: "
             "an archive ends with its list of contents"
         ) from None
-    _check_matrix(path, shape)
-    dtype = _torch_dtype(path, kind)
-    if fortran_order != (contexts_axis == 1):
-        stored_by = "column by column" if fortran_order else "row by row"
+    _check_matrix(path, stored.shape)
+    if stored.fortran_order != (contexts_axis == 1):
+        stored_by = "column by column" if stored.fortran_order else "row by row"
         raise ValueError(
             f"{member} in {path} is stored {stored_by}, so that contexts cannot be read one after another from an "
             "archive; save it as .npy"
         )
-    contexts, words = shape if contexts_axis == 0 else reversed(shape)
+    contexts, vocabulary = stored.shape if contexts_axis == 0 else reversed(stored.shape)
 
     def blocks(start: int) -> Iterator[Block]:
-        row_bytes = words * kind.itemsize
+        row_bytes = vocabulary * stored.dtype.itemsize
         step = max(1, READ_BYTES // row_bytes)
         with archive.open(f"{member}.npy") as file:
-            _read_npy_header(path, file)
-            file.seek(start * row_bytes, 1)
+            file.seek(stored.offset + start * row_bytes)
             for first in range(start, contexts, step):
                 wanted = min(step, contexts - first) * row_bytes
                 try:
@@ -222,10 +207,10 @@ def _npz_source(path: Path, name: str | None, contexts_axis: int, text: str) -> 
                         f"{member} in {path} is truncated: expected {wanted} bytes from context {first} on, found "
                         f"{len(data)}"
                     )
-                rows: NDArray[Any] = np.frombuffer(data, kind).reshape(-1, words)
-                yield rows.astype(kind.newbyteorder("="))
+                rows: NDArray[Any] = np.frombuffer(data, stored.kind).reshape(-1, vocabulary)
+                yield rows.astype(stored.kind.newbyteorder("="))
 
-    return MatrixSource(description=text, blocks=blocks, contexts=int(contexts), words=int(words), dtype=dtype)
+    return MatrixReader(description=text, blocks=blocks, contexts=contexts, vocabulary=vocabulary, dtype=stored.dtype)
 
 
 # --- torch ----------------------------------------------------------------------------------------------------------

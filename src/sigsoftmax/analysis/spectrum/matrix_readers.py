@@ -1,9 +1,9 @@
-"""Where a log-output matrix comes from: blocks of contexts, of any size, one after another.
+"""Readers of a log-output matrix: blocks of contexts, of any size, one after another.
 
-A source says what it knows of its size beforehand and gives blocks from a chosen context on, so that a run can be
-resumed. Files are in ``matrix_files``, output layers in ``head_sources``.
+A reader says what it knows of the size beforehand and gives blocks from a chosen context on, so that a run can be
+resumed. Readers of files are in ``matrix_files``.
 
-Shapes: M words, T contexts, B contexts of a block.
+Shapes: N contexts, V vocabulary, B contexts of a block.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
+
 __all__ = [
     "Block",
-    "MatrixSource",
+    "MatrixReader",
     "concatenated",
     "from_array",
     "from_blocks",
     "from_function",
+    "from_head",
     "regrouped",
     "tensors",
 ]
@@ -31,52 +34,54 @@ __all__ = [
 Block = Tensor | NDArray[Any]
 
 PIECE_BYTES = 2**26
+HEAD_BLOCK_BYTES = 2**27
+"""bytes of the logits of a block that an output layer computes"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixSource:
+class MatrixReader:
     """A matrix that streams in."""
 
     description: str
-    """what it is, in words"""
+    """the matrix, in plain text"""
     blocks: Callable[[int], Iterator[Block]]
-    """the blocks from a context on, contexts as rows; only 0 is asked for if the source cannot seek"""
+    """the blocks from a context on, contexts as rows; only 0 is asked for if the reader cannot seek"""
     contexts: int | None = None
-    """how many there are; None if that shows at the end"""
-    words: int | None = None
+    """the number of contexts; None if that shows at the end"""
+    vocabulary: int | None = None
     can_seek: bool = True
     dtype: torch.dtype | None = None
-    """of the entries; None if the first block tells"""
+    """dtype of the entries; None if the first block tells"""
 
 
-def from_array(matrix: Block, *, contexts_axis: int = 0, description: str = "log-probabilities") -> MatrixSource:
-    """A matrix in memory, or an array mapped from a file."""
-    _check_axis(contexts_axis)
+def from_array(matrix: Block, *, contexts_axis: int = 0, description: str = "log-probabilities") -> MatrixReader:
+    """Read a matrix in memory, or an array mapped from a file."""
+    check_axis(contexts_axis)
     if not isinstance(matrix, Tensor | np.ndarray) or matrix.ndim != 2:
         shape = f"shape {tuple(matrix.shape)}" if isinstance(matrix, Tensor | np.ndarray) else type(matrix).__name__
-        raise ValueError(f"expected a matrix of contexts and words, got {shape}")
-    contexts, words = matrix.shape if contexts_axis == 0 else reversed(matrix.shape)
+        raise ValueError(f"expected a matrix of contexts and vocabulary, got {shape}")
+    rows = matrix if contexts_axis == 0 else matrix.T
 
     def blocks(start: int) -> Iterator[Block]:
-        if start < contexts:
-            yield matrix[start:] if contexts_axis == 0 else matrix[:, start:].T
+        if start < len(rows):
+            yield rows[start:]
 
-    return MatrixSource(description=description, blocks=blocks, contexts=int(contexts), words=int(words))
+    return MatrixReader(description=description, blocks=blocks, contexts=len(rows), vocabulary=rows.shape[1])
 
 
 def from_blocks(
     blocks: Iterable[Block],
     *,
     contexts: int | None = None,
-    words: int | None = None,
+    vocabulary: int | None = None,
     contexts_axis: int = 0,
     description: str = "log-probabilities",
-) -> MatrixSource:
-    """Any iterable of matrices: a list, a generator, a loader.
+) -> MatrixReader:
+    """Read any iterable of matrices: a list, a generator, a loader.
 
     To resume, give an iterable that begins at the beginning again: what was read before is skipped.
     """
-    _check_axis(contexts_axis)
+    check_axis(contexts_axis)
     if isinstance(blocks, Tensor | np.ndarray):
         raise ValueError("expected an iterable of matrices, got one array; use from_array for a matrix")
 
@@ -85,18 +90,20 @@ def from_blocks(
         for block in blocks:
             yield block.T if contexts_axis == 1 and getattr(block, "ndim", 0) == 2 else block
 
-    return MatrixSource(description=description, blocks=oriented, contexts=contexts, words=words, can_seek=False)
+    return MatrixReader(
+        description=description, blocks=oriented, contexts=contexts, vocabulary=vocabulary, can_seek=False
+    )
 
 
 def from_function(
     make_block: Callable[[int, int], Block],
     contexts: int,
     *,
-    words: int | None = None,
+    vocabulary: int | None = None,
     block_contexts: int = 1024,
     description: str = "log-probabilities",
-) -> MatrixSource:
-    """``make_block(first, last)`` computes the rows of the contexts from ``first`` up to, not including, ``last``."""
+) -> MatrixReader:
+    """Read what ``make_block(first, last)`` computes: the rows of contexts from ``first`` up to, not with, ``last``."""
     if contexts < 1 or block_contexts < 1:
         raise ValueError(f"contexts and block_contexts must be at least 1, got {contexts} and {block_contexts}")
 
@@ -107,57 +114,87 @@ def from_function(
             if isinstance(block, Tensor | np.ndarray) and block.ndim == 2 and len(block) != last - first:
                 raise ValueError(
                     f"the function was asked for the {last - first} contexts from {first} on, and returned "
-                    f"{len(block)} rows; expected one row a context"
+                    f"{len(block)} rows; expected one row per context"
                 )
             yield block
 
-    return MatrixSource(description=description, blocks=blocks, contexts=contexts, words=words)
+    return MatrixReader(description=description, blocks=blocks, contexts=contexts, vocabulary=vocabulary)
 
 
-def concatenated(sources: Sequence[MatrixSource], *, description: str | None = None) -> MatrixSource:
-    """Sources one after another, for instance the files of a matrix that was written in parts."""
-    if not sources:
-        raise ValueError("expected at least one source, got none")
-    widths = {number: source.words for number, source in enumerate(sources) if source.words is not None}
-    first = min(widths, default=0)
-    for number, words in widths.items():
-        if words != widths[first]:
-            raise ValueError(
-                f"all parts must have the same words, but part {first} has {widths[first]} and part {number} has "
-                f"{words}"
-            )
-    known = [source.contexts for source in sources if source.contexts is not None]
-    can_seek = all(source.can_seek for source in sources) and len(known) == len(sources)
+def from_head(
+    layer: HeadWeights,
+    contexts: Contexts,
+    *,
+    dtype: torch.dtype | None = None,
+    quick: bool = False,
+    description: str | None = None,
+) -> MatrixReader:
+    """Read the log-probabilities of an output layer, computed a block at a time where its weights are.
 
-    def blocks(start: int) -> Iterator[Block]:
-        for source in sources:
-            skipped = min(start, source.contexts) if can_seek and source.contexts is not None else 0
-            start -= skipped
-            if skipped != source.contexts:
-                yield from source.blocks(skipped)
-
-    return MatrixSource(
-        description=description or " and ".join(source.description for source in sources),
-        blocks=blocks,
-        contexts=sum(known) if len(known) == len(sources) else None,
-        words=widths.get(first),
-        can_seek=can_seek,
-        dtype=sources[0].dtype,
+    ``dtype`` is that of the arithmetic; None means float64 if all tensors are, else float32. ``quick`` is explained at
+    :meth:`HeadWeights.log_probs`.
+    """
+    layer.check(contexts)
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    if dtype is None:
+        tensors_of_head = [t for t in (contexts.hidden_NKd, layer.weight_Vd, layer.bias_V) if t is not None]
+        dtype = torch.float64 if all(t.dtype == torch.float64 for t in tensors_of_head) else torch.float32
+    return from_function(
+        lambda first, last: layer.log_probs(contexts[first:last], dtype, quick=quick),
+        len(contexts),
+        vocabulary=layer.vocabulary,
+        block_contexts=max(1, HEAD_BLOCK_BYTES // (dtype.itemsize * layer.vocabulary * layer.components)),
+        description=description or f"log-probabilities of a {layer.parsed_head} head, d = {layer.width}",
     )
 
 
-def tensors(source: MatrixSource, start: int) -> Iterator[Tensor]:
-    """The blocks of a source from a context on as tensors of one dtype and width; arrays come in pieces.
+def concatenated(readers: Sequence[MatrixReader], *, description: str | None = None) -> MatrixReader:
+    """Read matrices one after another, for instance the files of a matrix that was written in parts."""
+    if not readers:
+        raise ValueError("expected at least one reader, got none")
+    widths = {number: reader.vocabulary for number, reader in enumerate(readers) if reader.vocabulary is not None}
+    first = min(widths, default=0)
+    for number, vocabulary in widths.items():
+        if vocabulary != widths[first]:
+            raise ValueError(
+                f"all parts must have the same vocabulary, but part {first} has {widths[first]} and part {number} has "
+                f"{vocabulary}"
+            )
+    known = [reader.contexts for reader in readers if reader.contexts is not None]
+    can_seek = all(reader.can_seek for reader in readers) and len(known) == len(readers)
 
-    A tensor is valid until the next one is asked for: sources may fill the same memory again.
+    def blocks(start: int) -> Iterator[Block]:
+        for reader in readers:
+            skipped = min(start, reader.contexts) if can_seek and reader.contexts is not None else 0
+            start -= skipped
+            if skipped != reader.contexts:
+                yield from reader.blocks(skipped)
+
+    return MatrixReader(
+        description=description or " and ".join(reader.description for reader in readers),
+        blocks=blocks,
+        contexts=sum(known) if len(known) == len(readers) else None,
+        vocabulary=widths.get(first),
+        can_seek=can_seek,
+        dtype=readers[0].dtype,
+    )
+
+
+def tensors(reader: MatrixReader, start: int = 0) -> Iterator[Tensor]:
+    """The blocks of a reader from a context on as tensors of one dtype and width; arrays come in pieces.
+
+    A tensor is valid until the next one is asked for: readers may fill the same memory again.
     """
-    dtype, words = source.dtype, source.words
-    for number, block in enumerate(source.blocks(start)):
-        name = f"block {number} of {source.description}" if not start else f"a block of {source.description}"
+    dtype, vocabulary = reader.dtype, reader.vocabulary
+    for number, block in enumerate(reader.blocks(start)):
+        name = f"block {number} of {reader.description}" if not start else f"a block of {reader.description}"
         _check_block(block, name)
-        if words is not None and block.shape[1] != words:
-            raise ValueError(f"{name} has {block.shape[1]} words, expected {words}: every row must hold all words")
-        words = int(block.shape[1])
+        if vocabulary is not None and block.shape[1] != vocabulary:
+            raise ValueError(
+                f"{name} has {block.shape[1]} columns, expected {vocabulary}: every row must hold the whole vocabulary"
+            )
+        vocabulary = int(block.shape[1])
         for piece in _pieces(block):
             if dtype is not None and piece.dtype != dtype:
                 raise ValueError(
@@ -173,30 +210,36 @@ def regrouped(blocks: Iterable[Tensor], rows: int) -> Iterator[Tensor]:
     buffer: Tensor | None = None
     filled = 0
     for block in blocks:
-        taken = 0
-        while taken < len(block):
-            if not filled and len(block) - taken >= rows:
+        # What fills up the buffer, then whole blocks, then a rest.
+        first = (rows - filled) % rows
+        for piece in (block[:first], *block[first:].split(rows)):
+            if len(piece) == rows:
                 # The layout in memory decides in which order a product is summed, and so its last bits.
-                yield block[taken : taken + rows].contiguous()
-                taken += rows
-                continue
-            if buffer is None:
-                buffer = block.new_empty(rows, block.shape[1])
-            count = min(rows - filled, len(block) - taken)
-            buffer[filled : filled + count] = block[taken : taken + count]
-            taken, filled = taken + count, filled + count
-            if filled == rows:
-                yield buffer
-                filled = 0
+                yield piece.contiguous()
+            elif len(piece):
+                buffer = block.new_empty(rows, block.shape[1]) if buffer is None else buffer
+                buffer[filled : filled + len(piece)] = piece
+                filled += len(piece)
+                if filled == rows:
+                    yield buffer
+                    filled = 0
     if filled and buffer is not None:
         yield buffer[:filled]
 
 
+def check_axis(contexts_axis: int) -> None:
+    """Raise a ValueError unless this is an axis of a matrix."""
+    if contexts_axis not in (0, 1):
+        raise ValueError(
+            f"contexts_axis must be 0 (a context is a row) or 1 (a context is a column), got {contexts_axis!r}"
+        )
+
+
 def _check_block(block: Any, name: str) -> None:
     if not isinstance(block, Tensor | np.ndarray):
-        raise ValueError(f"{name} is a {type(block).__name__}; expected a tensor or a numpy array, a context a row")
+        raise ValueError(f"{name} is a {type(block).__name__}; expected a tensor or a numpy array, a context per row")
     if block.ndim != 2 or not block.shape[1]:
-        raise ValueError(f"{name} has the shape {tuple(block.shape)}; expected (contexts, words), a context a row")
+        raise ValueError(f"{name} has the shape {tuple(block.shape)}; expected (contexts, vocabulary)")
     floating = block.is_floating_point() if isinstance(block, Tensor) else np.issubdtype(block.dtype, np.floating)
     if not floating or block.dtype == np.longdouble:
         raise ValueError(f"{name} has the dtype {block.dtype}; expected float64, float32, float16 or bfloat16")
@@ -211,10 +254,3 @@ def _pieces(block: Block) -> Iterator[Tensor]:
     step = max(1, PIECE_BYTES // (block.itemsize * block.shape[1]))
     for first in range(0, len(block), step):
         yield torch.from_numpy(np.array(block[first : first + step], dtype=block.dtype.newbyteorder("="), order="C"))
-
-
-def _check_axis(contexts_axis: int) -> None:
-    if contexts_axis not in (0, 1):
-        raise ValueError(
-            f"contexts_axis must be 0 (a context is a row) or 1 (a context is a column), got {contexts_axis!r}"
-        )

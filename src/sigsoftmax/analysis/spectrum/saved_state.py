@@ -1,4 +1,4 @@
-"""What a long sum has come to, in a file: written as a whole or not at all, and read only for the matrix it is of.
+"""The state of a long sum in a file: written as a whole or not at all, and read only for the matrix it is of.
 
 The file is an uncompressed .npz: the arrays, and a member ``about`` with JSON. Nothing in it is executed when read.
 """

@@ -1,15 +1,16 @@
 """The spectrum of a log-output matrix that does not fit in memory.
 
 Blocks of contexts are checked and summed up; the singular values come from the sum. Blocks are cut at the same
-contexts however the source delivers them, so that a run that was interrupted and resumed gives the same bits as one
+contexts however the reader delivers them, so that a run that was interrupted and resumed gives the same bits as one
 that was not.
 
-Shapes: M words, T contexts, B contexts of a block.
+Shapes: N contexts, V vocabulary, B contexts of a block.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,8 +23,8 @@ from torch import Tensor
 from sigsoftmax.analysis.progress import OnProgress, Progress
 from sigsoftmax.analysis.spectrum.accumulator import Method, SpectrumOptions, SpectrumStream, memory_needed
 from sigsoftmax.analysis.spectrum.entry_checks import dtype_name
-from sigsoftmax.analysis.spectrum.matrix_files import as_source
-from sigsoftmax.analysis.spectrum.matrix_readers import MatrixSource, regrouped, tensors
+from sigsoftmax.analysis.spectrum.matrix_files import as_reader
+from sigsoftmax.analysis.spectrum.matrix_readers import MatrixReader, regrouped, tensors
 from sigsoftmax.analysis.spectrum.saved_state import (
     StreamState,
     check_same_matrix,
@@ -36,9 +37,6 @@ from sigsoftmax.records.schemas.spectra import Spectrum
 __all__ = ["IncompleteMatrix", "Method", "SpectrumOptions", "SpectrumStream", "memory_needed", "streamed_spectrum"]
 
 
-READING = "reading"
-
-
 class IncompleteMatrix(ValueError):
     """A matrix went wrong on the way; what came before is valid, and ``partial()`` gives its spectrum."""
 
@@ -48,15 +46,16 @@ class IncompleteMatrix(ValueError):
 
     @property
     def contexts(self) -> int:
-        """how many contexts were valid"""
+        """The number of valid contexts."""
         return self._stream.valid_contexts
 
     def partial(self) -> Spectrum:
+        """The spectrum of the valid contexts."""
         return self._stream.spectrum()
 
 
 def streamed_spectrum(
-    source: Any,
+    matrix: Any,
     options: SpectrumOptions | None = None,
     *,
     state: str | Path | None = None,
@@ -65,128 +64,95 @@ def streamed_spectrum(
 ) -> Spectrum:
     """The spectrum of a matrix of any length.
 
-    ``source`` is a MatrixSource, a matrix, the path of a file, or an iterable of matrices with a context a row.
+    ``matrix`` is a MatrixReader, a matrix, the path of a file, or an iterable of matrices with a context per row.
     ``state`` names a file: the sum is saved there every ``save_every`` seconds and on any interruption, and a later
     call with the same matrix goes on from it. It is removed at the end.
 
     A matrix that goes wrong on the way raises IncompleteMatrix, which can give the spectrum of what came before.
     """
-    options = options or SpectrumOptions()
-    source = as_source(source)
-    run = _Run(source, options, None if state is None else Path(state), progress)
+    run = _Run(as_reader(matrix), options or SpectrumOptions(), None if state is None else Path(state), progress)
+    stream, expected = run.stream, run.reader.contexts
     try:
-        for block_BM in run.blocks():
-            run.stream.add(block_BM)
-            run.report(READING)
-            if run.seconds_since_save >= save_every:
+        for block_BV in run.blocks:
+            stream.add(block_BV)
+            run.report("reading")
+            if time.perf_counter() - run.saved_at >= save_every:
                 run.save()
-        run.check_complete()
+        if expected is not None and stream.contexts < expected:
+            raise ValueError(f"{run.reader.description} ended after {stream.contexts} contexts, expected {expected}")
         run.save()
     except ValueError as error:
         run.save()
-        if not run.has_begun or not run.stream.consistent or not run.stream.valid_contexts:
+        if not stream.consistent or not stream.valid_contexts:
             raise
         raise IncompleteMatrix(
-            f"{error}. The {run.stream.valid_contexts} contexts before are valid: partial() of this error gives their "
+            f"{error}. The {stream.valid_contexts} contexts before are valid: partial() of this error gives their "
             "spectrum",
-            run.stream,
+            stream,
         ) from error
     except BaseException as error:
         run.save()
         error.add_note(run.what_is_kept())
         raise
-    run.report("singular values")
+    run.report("singular values", is_reading=False)
     try:
-        found = run.stream.spectrum()
+        found = stream.spectrum()
     except KeyboardInterrupt as error:
         error.add_note(run.what_is_kept())
         raise
-    run.forget()
+    if run.state is not None:
+        run.state.unlink(missing_ok=True)
     return found
 
 
 class _Run:
-    """One pass over a source: where it begins, what has been saved, how far it has come."""
+    """One pass over a reader: where it begins, what has been saved, how far it has come."""
 
     def __init__(
-        self, source: MatrixSource, options: SpectrumOptions, state: Path | None, progress: OnProgress | None
+        self, reader: MatrixReader, options: SpectrumOptions, state: Path | None, progress: OnProgress | None
     ) -> None:
-        self.source, self.options, self.state, self.progress = source, options, state, progress
+        self.reader, self.options, self.state, self.progress = reader, options, state, progress
         if state is not None:
             check_writable(state)
         self.began = self.saved_at = time.perf_counter()
-        self.stream: SpectrumStream
-        self.has_begun = False
-        self.saved_contexts = 0
-        self.first_contexts = 0
-        """done in an earlier run"""
-        self.block_contexts = 0
-        self.identity: dict[str, Any] = {}
-
-    def blocks(self) -> Iterator[Tensor]:
-        """Blocks of a fixed number of contexts, those of an earlier run left out."""
-        saved = load_state(self.state) if self.state is not None and self.state.exists() else None
-        pieces = tensors(self.source, 0)
+        saved = load_state(state) if state is not None and state.exists() else None
+        pieces = tensors(reader)
         first = next(pieces, None)
         if first is None:
-            raise ValueError(f"expected at least one context, got none; {self.source.description} is empty")
+            raise ValueError(f"expected at least one context, got none; {reader.description} is empty")
         self.stream = SpectrumStream(
-            words=first.shape[1],
+            vocabulary=first.shape[1],
             dtype=first.dtype,
-            contexts=self.source.contexts,
-            options=self.options,
-            description=self.source.description,
+            contexts=reader.contexts,
+            options=options,
+            description=reader.description,
         )
-        self.has_begun = True
-        self.block_contexts = self.options.block_contexts_for(first.shape[1])
-        if saved is not None and self.options.block_contexts is None:
+        self.block_contexts = options.block_contexts_for(first.shape[1])
+        if saved is not None and options.block_contexts is None:
             self.block_contexts = int(saved.about.get("block_contexts", self.block_contexts))
-        whole = regrouped(_chained(first, pieces), self.block_contexts)
-        if self.state is None:
-            yield from whole
-            return
-        first_block = next(whole)
-        self.identity = self._identity(first_block)
-        if saved is None:
-            yield first_block
-            yield from whole
-            return
-        check_same_matrix(self.state, saved.about, self.identity)
-        self.stream.restore(saved, self.block_contexts)
+        self.blocks = regrouped(itertools.chain([first], pieces), self.block_contexts)
+        """Blocks of a fixed number of contexts, without those of an earlier run."""
+        if state is not None:
+            first_block = next(self.blocks)
+            self.identity = self._identity(first_block)
+            if saved is None:
+                self.blocks = itertools.chain([first_block], self.blocks)
+            else:
+                check_same_matrix(state, saved.about, self.identity)
+                self.stream.restore(saved, self.block_contexts)
+                self.blocks = self._blocks_after_saved(self.blocks, len(first_block))
         self.saved_contexts = self.first_contexts = self.stream.contexts
-        if self.source.can_seek:
-            whole = regrouped(tensors(self.source, self.stream.contexts), self.block_contexts)
-        else:
-            skipped = len(first_block)
-            while skipped < self.stream.contexts:
-                skipped += len(next(whole, ())) or self._ended_early(skipped)
-        yield from whole
 
-    def report(self, phase: str) -> None:
-        if self.progress is None:
-            return
-        done, total, seconds = self.stream.contexts, self.source.contexts, time.perf_counter() - self.began
-        new = done - self.first_contexts
-        self.progress(
-            Progress(
-                phase=phase,
-                blocks=-(-done // self.block_contexts),
-                total_blocks=None if total is None else -(-total // self.block_contexts),
-                contexts=done,
-                total_contexts=total,
-                seconds=seconds,
-                seconds_left=None if total is None or not new or phase != READING else seconds / new * (total - done),
-            )
-        )
-
-    @property
-    def seconds_since_save(self) -> float:
-        return time.perf_counter() - self.saved_at
+    def report(self, phase: str, *, is_reading: bool = True) -> None:
+        if self.progress is not None:
+            done = self.stream.contexts
+            earlier = self.first_contexts if is_reading else done
+            self.progress(Progress.at(phase, self.began, done, self.reader.contexts, earlier))
 
     def save(self) -> None:
-        if self.state is None or not self.has_begun or not self.stream.consistent:
+        if self.state is None or not self.stream.consistent:
             return
-        if self.stream.contexts > self.saved_contexts and self.identity:
+        if self.stream.contexts > self.saved_contexts:
             kept = self.stream.state()
             try:
                 save_state(self.state, StreamState({**self.identity, **kept.about}, kept.arrays))
@@ -196,27 +162,32 @@ class _Run:
                 warnings.warn(f"the state was not saved to {self.state}: {error}; the run goes on", stacklevel=3)
         self.saved_at = time.perf_counter()
 
-    def forget(self) -> None:
-        if self.state is not None:
-            self.state.unlink(missing_ok=True)
-
     def what_is_kept(self) -> str:
         if self.state is None:
             return "nothing is kept of this spectrum; with state= a run can be resumed"
         return f"{self.saved_contexts} contexts are kept in {self.state}; the same call goes on from there"
 
-    def check_complete(self) -> None:
-        expected = self.source.contexts
-        if expected is not None and self.stream.contexts < expected:
-            raise ValueError(
-                f"{self.source.description} ended after {self.stream.contexts} contexts, expected {expected}"
-            )
+    def _blocks_after_saved(self, rest: Iterator[Tensor], read: int) -> Iterator[Tensor]:
+        """The blocks that an earlier run did not sum up; ``rest`` are those after the ``read`` contexts."""
+        if self.reader.can_seek:
+            yield from regrouped(tensors(self.reader, self.stream.contexts), self.block_contexts)
+            return
+        done = self.stream.contexts
+        while read < done:
+            block = next(rest, None)
+            if block is None:
+                raise ValueError(
+                    f"the state in {self.state} has {done} contexts, but {self.reader.description} ended after {read}; "
+                    "give the whole iterable again to resume"
+                )
+            read += len(block)
+        yield from rest
 
     def _identity(self, first_block: Tensor) -> dict[str, Any]:
         bits = first_block.detach().cpu().contiguous().view(torch.uint8).numpy()
         return {
             "words": first_block.shape[1],
-            "contexts": self.source.contexts,
+            "contexts": self.reader.contexts,
             "dtype": dtype_name(first_block.dtype),
             "method": self.options.method,
             "log_probs": self.options.log_probs,
@@ -225,14 +196,3 @@ class _Run:
             "block_contexts": self.block_contexts,
             "sha256 of the first block": hashlib.sha256(bits.data).hexdigest(),
         }
-
-    def _ended_early(self, contexts: int) -> int:
-        raise ValueError(
-            f"the state in {self.state} has {self.stream.contexts} contexts, but {self.source.description} ended after "
-            f"{contexts}; give the whole iterable again to resume"
-        )
-
-
-def _chained(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:
-    yield first
-    yield from rest

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from sigsoftmax._version import install_extra
-from sigsoftmax.analysis.output_layer import Contexts, OutputLayer
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.experiments.distribution_sources import StoredDistributions
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.training.checkpoints import VERSION_KEY
 from sigsoftmax.records.schemas.audits import LayerDescription
 
@@ -38,7 +39,7 @@ class Source:
     name: str
     words: int
     dtype: str
-    layer: OutputLayer | None = None
+    layer: HeadWeights | None = None
     """None for a matrix of log-probabilities"""
     how_known: str = ""
     """how the output function is known"""
@@ -165,14 +166,14 @@ def open_arrays(path: str, *, function: str | None = None, memory: int, seed: in
     if following is not None and following.is_floating_point():
         raise ValueError(f"{path}: next must hold the numbers of words, got {following.dtype}")
     try:
-        layer = OutputLayer(
+        layer = HeadWeights(
             weight_Vd=tensors["w"],
             bias_V=tensors.get("b"),
-            function=OutputFunction.parse(function or "softmax"),
+            head=Head(OutputFunction.parse(function or "softmax")),
         )
         contexts = Contexts.of_rows(
             tensors["h"],
-            next_words_N=None if following is None else following.to(torch.int64),
+            next_tokens_N=None if following is None else following.to(torch.int64),
             description=f"the {len(tensors['h']):,} hidden vectors of {Path(path).name}",
         )
         layer.check(contexts)
@@ -185,7 +186,7 @@ def open_arrays(path: str, *, function: str | None = None, memory: int, seed: in
     stated = "stated" if function else "assumed, since arrays do not say: --function states another"
     return Source(
         name=path,
-        words=layer.words,
+        words=layer.vocabulary,
         dtype=str(layer.weight_Vd.dtype).removeprefix("torch."),
         layer=layer,
         how_known=stated,

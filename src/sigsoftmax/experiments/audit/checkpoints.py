@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, detached
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, detached
 from sigsoftmax.experiments.audit.audited_models import Source
 from sigsoftmax.experiments.runs.run import checkpoint_file
+from sigsoftmax.family.heads import Head
 from sigsoftmax.layers.mixture import MixtureOutputLayer
 from sigsoftmax.lm.data.corpus import Corpus, batchify, evaluation_windows
 from sigsoftmax.lm.data.corpus_files import read_split
@@ -57,7 +58,7 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
     def truth(count: int) -> Tensor:
         assert corpus is not None and corpus.language is not None and corpus.test_contexts is not None
         # The context in which each word was drawn is that of the position before it.
-        return corpus.language.log_p_NM[corpus.test_contexts[1 : count + 1]]
+        return corpus.language.log_p_NV[corpus.test_contexts[1 : count + 1]]
 
     bias_V = model.output.bias
     parameters = sum(parameter.numel() for parameter in model.parameters()) - model.output.weight.numel()
@@ -65,11 +66,13 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
         name=path,
         words=model.words,
         dtype=str(model.output.weight.dtype).removeprefix("torch."),
-        layer=OutputLayer(
+        layer=HeadWeights(
             weight_Vd=model.output.weight.detach(),
             bias_V=None if bias_V is None else bias_V.detach(),
-            function=detached(model.output.function),
-            components=model.output.components if isinstance(model.output, MixtureOutputLayer) else 1,
+            head=Head(
+                detached(model.output.function),
+                model.output.components if isinstance(model.output, MixtureOutputLayer) else 1,
+            ),
         ),
         how_known=f"of the recipe {loaded.recipe.name!r}, as trained after epoch {loaded.epoch}",
         available=ids_L.numel() - 1,
@@ -100,7 +103,7 @@ def _contexts(model: LanguageModel, ids_L: Tensor, description: str, progress: P
     return Contexts(
         hidden_NKd=torch.cat(hidden),
         prior_logits_NK=torch.cat(prior) if prior else None,
-        next_words_N=ids_L[1:],
+        next_tokens_N=ids_L[1:],
         description=f"{description}, {ids_L.numel() - 1:,} positions",
     )
 

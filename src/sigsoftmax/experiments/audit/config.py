@@ -105,7 +105,7 @@ class AuditConfig:
         return AuditSettings(
             memory=self.memory,
             seed=self.seed,
-            argmax_words=self.argmax_words,
+            argmax_tokens=self.argmax_words,
             argmax_seconds=self.argmax_seconds,
             bounds_only=self.bounds_only,
         )

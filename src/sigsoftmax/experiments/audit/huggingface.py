@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, detached
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, detached
 from sigsoftmax.experiments.audit.audited_models import Source
 from sigsoftmax.experiments.audit.default_text import generated_text
 from sigsoftmax.experiments.audit.detect_function import Adjustment, Detected, declared_by, detect
@@ -34,6 +34,7 @@ from sigsoftmax.experiments.audit.huggingface_files import (
     transformers_library,
 )
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.family.heads import Head
 
 __all__ = ["HuggingFaceModel", "Windows", "open_head_only", "open_model"]
 
@@ -60,7 +61,7 @@ class HuggingFaceModel:
     name: str
     model: Any
     tokenizer: Any | None
-    layer: OutputLayer
+    layer: HeadWeights
     """its bias, and the hidden vectors below, are multiplied by the scale of the logits"""
     scale: float
     how_known: str
@@ -78,7 +79,7 @@ class HuggingFaceModel:
         needed = math.ceil(count / (length - 1))
         if self.tokenizer is None:
             generator = torch.Generator().manual_seed(seed)
-            random_BL = torch.randint(self.layer.words, (needed, length), generator=generator)
+            random_BL = torch.randint(self.layer.vocabulary, (needed, length), generator=generator)
             return Windows(random_BL, "random tokens")
         source = text_name if text is not None else "a generated English text"
         start = self.tokenizer.bos_token_id
@@ -97,7 +98,7 @@ class HuggingFaceModel:
 
     def contexts(self, windows: Windows, count: int, progress: Progress, *, batch_tokens: int = 1024) -> Contexts:
         """The hidden vectors of the windows' positions, each with the token that follows."""
-        known = min(self.layer.words, self.model.get_input_embeddings().weight.shape[0])
+        known = min(self.layer.vocabulary, self.model.get_input_embeddings().weight.shape[0])
         if int(windows.ids_BL.max()) >= known:
             raise ValueError(
                 f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.name} has {known} words; the "
@@ -112,7 +113,7 @@ class HuggingFaceModel:
         hidden_Nd = torch.cat(hidden)[:count]
         following_N = windows.ids_BL[:, 1:].flatten()[:count]
         self.shown = windows
-        return Contexts.of_rows(hidden_Nd, next_words_N=following_N, description=windows.description)
+        return Contexts.of_rows(hidden_Nd, next_tokens_N=following_N, description=windows.description)
 
     def hidden(self, ids_BL: Tensor) -> Tensor:
         """What enters the output layer, times the scale of the logits, (B, L, d)."""
@@ -132,7 +133,7 @@ class HuggingFaceModel:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         return Source(
             name=self.name,
-            words=self.layer.words,
+            words=self.layer.vocabulary,
             dtype=str(self.layer.weight_Vd.dtype).removeprefix("torch."),
             layer=self.layer,
             how_known=self.how_known,
@@ -197,7 +198,7 @@ def open_model(
             "No tokenizer lies with the model, so the contexts are random tokens, and no text looks like that."
         )
     scaled_bias_V = None if bias_V is None else bias_V.to(torch.float64) * found.scale
-    layer = OutputLayer(weight_Vd=weight_Vd, bias_V=scaled_bias_V, function=found.function)
+    layer = HeadWeights(weight_Vd=weight_Vd, bias_V=scaled_bias_V, head=Head(found.function))
     return HuggingFaceModel(name, model, tokenizer, layer, found.scale, found.explanation, notes)
 
 
@@ -219,11 +220,11 @@ def open_head_only(name: str, *, function: str | None = None, trust_remote_code:
         member, how_known = OutputFunction.parse(function), "stated; not checked against the model's output"
     else:
         member, how_known = declared_by(text_config(settings).to_dict())
-    layer = OutputLayer(weight_Vd=weight_Vd, bias_V=bias_V, function=member)
+    layer = HeadWeights(weight_Vd=weight_Vd, bias_V=bias_V, head=Head(member))
 
     return Source(
         name=name,
-        words=layer.words,
+        words=layer.vocabulary,
         dtype=str(weight_Vd.dtype).removeprefix("torch."),
         layer=layer,
         how_known=how_known,
@@ -271,7 +272,7 @@ def _found_function(
             f"{name}: the output layer has a matrix of {tuple(weight_Vd.shape)}, but takes {hidden_BLd.shape[-1]} "
             f"numbers and the model returns {words} logits; store H, W and b in an .npz file and audit that"
         )
-    layer = OutputLayer(weight_Vd=weight_Vd[:words], bias_V=None if bias_V is None else bias_V[:words])
+    layer = HeadWeights(weight_Vd=weight_Vd[:words], bias_V=None if bias_V is None else bias_V[:words])
     raw_RV = layer.logits(hidden_BLd.flatten(0, 1))
     settings = text_config(model.config).to_dict()
     own = getattr(model, "output_function", None)

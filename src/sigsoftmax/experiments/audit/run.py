@@ -26,7 +26,7 @@ from sigsoftmax.analysis.audit.truncation import truncation_widths
 from sigsoftmax.analysis.capacity.curves import CapacityConfig
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.capacity.width_cost import heads_at_width, least_kl, mean_kl, restricted, widths_that_bind
-from sigsoftmax.analysis.output_layer import Contexts
+from sigsoftmax.analysis.head_weights import Contexts
 from sigsoftmax.experiments.audit.audited_models import (
     Source,
     kind_of,
@@ -172,14 +172,14 @@ class _Auditor:
         steps = audit_steps(
             measure_machine(self.config.device),
             contexts=count,
-            words=source.words,
+            vocabulary=source.words,
             width=None if layer is None else layer.width,
             components=1 if layer is None else layer.components,
             is_softmax=layer is not None and layer.is_softmax,
             sampled=settings.sampled_contexts,
             operations_per_context=source.operations_per_context,
             truncated=len(truncation_widths(count, source.words)) if count else 0,
-            argmax_words=settings.argmax_words,
+            argmax_tokens=settings.argmax_tokens,
             argmax_seconds=settings.argmax_seconds,
             bounds_contexts=(source.available or 0) if self.config.bounds_only and source.contexts else 0,
         )
@@ -258,9 +258,9 @@ class _Auditor:
             assert subject.log_p_NV is not None
             model_kl = mean_kl(log_p_NV, subject.log_p_NV.cpu())
         chosen = restricted(
-            log_p_NV, contexts=config.fit_contexts, words=config.fit_words, seed=config.seed, description=name
+            log_p_NV, contexts=config.fit_contexts, vocabulary=config.fit_words, seed=config.seed, description=name
         )
-        contexts, words = chosen.distributions.log_p_NM.shape
+        contexts, words = chosen.log_p_NV.shape
         width = None if subject.layer is None else subject.layer.width
         widths = config.widths or widths_that_bind(width, contexts, words)
         if width is not None and not config.widths and width not in widths:
@@ -282,7 +282,7 @@ class _Auditor:
         self.progress("")
         self.say(
             f"Fitting {len(heads)} output functions at width {', '.join(map(str, widths))} to {name} ({contexts:,} "
-            f"contexts, {words:,} words): about {duration_text(fit_seconds(chosen.distributions, effort))}."
+            f"contexts, {words:,} words): about {duration_text(fit_seconds(chosen, effort))}."
         )
 
         def fitted(result: CapacityResult, done: int, total: int) -> None:
@@ -290,7 +290,7 @@ class _Auditor:
             self.progress(f"fitted {done} of {total}: {result.head}, d = {result.width}")
 
         try:
-            results = least_kl(chosen.distributions, heads, widths, effort, progress=fitted)
+            results = least_kl(chosen, heads, widths, effort, progress=fitted)
         finally:
             # Fits that are finished are valid alone; without softmax at their width they cannot be compared.
             done = {(r.head, r.width) for r in self.fits}
@@ -300,7 +300,7 @@ class _Auditor:
                     contexts=contexts,
                     words=words,
                     all_words=log_p_NV.shape[1],
-                    mass=chosen.mass,
+                    mass=float(chosen.weights_N.sum()),
                     is_lower_bound=words < log_p_NV.shape[1],
                     model_kl=model_kl,
                     heads=heads_at_width(self.fits),
@@ -324,7 +324,7 @@ class _Auditor:
             rows_N = sample_rows(stored.contexts, count, config.seed)
             return stored.log_probs(rows_N, self.progress), f"the distributions of {stored.path.name}"
         target = open_distributions(config.target)
-        return target.log_p_NM, f"a language ({target.description})"
+        return target.log_p_NV, f"a language ({target.description})"
 
     def _same_rows(self, contexts: int) -> bool:
         return self.source is not None and self.source.available == contexts
@@ -338,10 +338,10 @@ class _Auditor:
             trust_remote_code=self.config.trust_remote_code,
             progress=self.progress,
         )
-        if teacher.layer.words != self.model.layer.words:
+        if teacher.layer.vocabulary != self.model.layer.vocabulary:
             raise ValueError(
-                f"the teacher {name} has {teacher.layer.words:,} words and {self.config.model} has "
-                f"{self.model.layer.words:,}; a teacher must speak the same tokens"
+                f"the teacher {name} has {teacher.layer.vocabulary:,} words and {self.config.model} has "
+                f"{self.model.layer.vocabulary:,}; a teacher must speak the same tokens"
             )
         ours, theirs = self.model.tokenizer, teacher.tokenizer
         if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():

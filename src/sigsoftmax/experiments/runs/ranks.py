@@ -49,7 +49,7 @@ def _measured(
     source = from_blocks(
         log_output_blocks(loaded.model, ids_L),
         contexts=ids_L.numel() - 1,
-        words=len(corpus.vocabulary),
+        vocabulary=len(corpus.vocabulary),
         description=f"log P of {loaded.run.recipe}, seed {loaded.run.seed}, on {corpus.name} {split}",
     )
     spectrum = streamed_spectrum(

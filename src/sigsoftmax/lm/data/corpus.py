@@ -220,10 +220,10 @@ class Corpus:
         texts = {split: language.sample(lengths[split], seed=int(s)) for split, s in zip(SPLITS, seeds, strict=True)}
         return cls(
             name="language",
-            vocabulary=Vocabulary(f"w{i}" for i in range(language.num_words)),
-            train=texts["train"].words_L,
-            valid=texts["valid"].words_L,
-            test=texts["test"].words_L,
+            vocabulary=Vocabulary(f"w{i}" for i in range(language.vocabulary)),
+            train=texts["train"].tokens_L,
+            valid=texts["valid"].tokens_L,
+            test=texts["test"].tokens_L,
             language=language,
             valid_contexts=texts["valid"].contexts_L,
             test_contexts=texts["test"].contexts_L,

@@ -9,8 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sigsoftmax.analysis.spectrum import accumulator as spectrum_stream
-from sigsoftmax.analysis.spectrum.blocked_qr import TriangularFactor, singular_values
-from sigsoftmax.analysis.spectrum.gram import WordGram, add_product, squared_singular_values
+from sigsoftmax.analysis.spectrum.factorizations import (
+    GramMatrix,
+    TriangularFactor,
+    add_product,
+    exact_values,
+    gram_values,
+)
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
 from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
 from sigsoftmax.records.schemas.spectra import RULES
@@ -72,11 +77,11 @@ def test_the_gram_matrix_refuses_what_the_exact_path_counts():
 
 def test_the_sum_over_blocks_is_the_product():
     matrix = torch.randn(50, 17, dtype=torch.float64)
-    gram = WordGram(17, CPU)
+    gram = GramMatrix(17, CPU)
     for block in matrix.split(7):
         gram.add(block)
     upper = torch.triu(torch.ones(17, 17, dtype=torch.bool))
-    torch.testing.assert_close(gram.gram_MM[upper], (matrix.T @ matrix)[upper])
+    torch.testing.assert_close(gram.gram_VV[upper], (matrix.T @ matrix)[upper])
 
 
 def test_an_update_takes_about_half_of_the_full_product():
@@ -97,10 +102,10 @@ def test_an_update_takes_about_half_of_the_full_product():
 @pytest.mark.parametrize(("contexts", "words"), [(7, 30), (30, 7), (1, 5), (5, 1)])
 def test_the_smaller_side_is_taken(contexts, words):
     matrix = torch.randn(contexts, words, dtype=torch.float64)
-    squared = squared_singular_values(list(matrix.split(4)))
-    assert len(squared) == min(contexts, words)
-    torch.testing.assert_close(squared.sqrt(), torch.linalg.svdvals(matrix))
-    torch.testing.assert_close(singular_values(matrix), torch.linalg.svdvals(matrix))
+    values = gram_values(list(matrix.split(4))).values_R
+    assert len(values) == min(contexts, words)
+    torch.testing.assert_close(values, torch.linalg.svdvals(matrix))
+    torch.testing.assert_close(exact_values(matrix).values_R, torch.linalg.svdvals(matrix))
 
 
 def test_a_factor_takes_the_place_of_its_rows():
@@ -109,8 +114,9 @@ def test_a_factor_takes_the_place_of_its_rows():
     for block in matrix.split(5):
         factor.add(block)
         assert sum(map(len, factor.pending)) < 8 + 8 + 5
-    assert factor.factor_MM is not None
-    torch.testing.assert_close(factor.singular_values(), torch.linalg.svdvals(matrix), rtol=1e-13, atol=1e-13)
+    assert factor.factor_VV is not None
+    values = factor.singular_values(100).values_R
+    torch.testing.assert_close(values, torch.linalg.svdvals(matrix), rtol=1e-13, atol=1e-13)
 
 
 def test_squares_that_overflow_are_refused_and_the_exact_path_helps():
