@@ -27,7 +27,7 @@ from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator, DynamicProgress, GradientStatistics, adapt
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.search import grid
-from sigsoftmax.lm.dynamic.window_gradients import window_count
+from sigsoftmax.lm.dynamic.windows import window_count
 from sigsoftmax.lm.model.embedding import dropped_embedding, plain_embedding
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.regularization import MaskSampler, penalties, plain_penalties

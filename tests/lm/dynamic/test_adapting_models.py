@@ -17,7 +17,7 @@ SEVERAL = [RATES, Rates(learning_rate=1e-2, decay=3.0, epsilon=1e-4), Rates(lear
 def losses_of(model, statistics, rates, **options):
     adapting = AdaptingModels(model, statistics.rms, TEXT, models=len(rates), window=5, **options)
     looks = []
-    adapting.restart(statistics.numbers(rates))
+    adapting.restart(statistics.rates_of_steps(rates))
     for _ in adapting.launch(looks.append):
         pass
     return [look.loss for look in looks[-1]]
@@ -43,7 +43,7 @@ def test_a_run_begins_anew_and_the_model_is_left_alone():
     losses = []
     for rates in (SEVERAL[:2], SEVERAL[1::-1]):
         looks = []
-        adapting.restart(statistics.numbers(rates))
+        adapting.restart(statistics.rates_of_steps(rates))
         for _ in adapting.launch(looks.append):
             pass
         losses.append([look.loss for look in looks[-1]])

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.lm.dynamic.test_rates import sum_form
 from tests.lm.naive_dynamic_evaluation import NaiveModel
 
 from sigsoftmax.lm.config import DynamicEvaluationConfig, ModelConfig
-from sigsoftmax.lm.dynamic import window_gradients
+from sigsoftmax.lm.dynamic import windows as window_gradients
+from sigsoftmax.lm.dynamic.adaptation import pull_and_step
 from sigsoftmax.lm.dynamic.evaluation import (
     DynamicEvaluation,
     DynamicEvaluator,
@@ -121,8 +123,8 @@ def test_the_two_scalings_agree_after_conversion(name):
     expected = naive(name, model).sum_form(TRAIN, TEXT, batch=4, window=5, **given)
     rates = Rates.from_sum_form(**given, windows=statistics.windows, tensors=statistics.tensors)
     assert adapt(model, statistics, TEXT, rates).loss == pytest.approx(expected, rel=1e-9)
-    back = rates.to_sum_form(windows=statistics.windows, tensors=statistics.tensors)
-    assert naive(name, model).sum_form(TRAIN, TEXT, batch=4, window=5, **back._asdict()) == pytest.approx(expected)
+    back = sum_form(rates, windows=statistics.windows, tensors=statistics.tensors)
+    assert naive(name, model).sum_form(TRAIN, TEXT, batch=4, window=5, **back) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -191,10 +193,14 @@ def test_what_the_function_learns_adapts():
 # --- the way back ---------------------------------------------------------------------------------------------------
 
 
+def pulls(statistics, decay, **clipped):
+    rates_14 = statistics.rates_of_steps([Rates(learning_rate=0.0, decay=decay)], **clipped)
+    return [pull_and_step(rms, rates_14)[0][0] for rms in statistics.rms.values()]
+
+
 @pytest.mark.parametrize("decay", [0.0, 1e-3, 0.2, 3.0, 1e6])
 def test_the_way_back_is_never_overshot(statistics, decay):
-    shares = [torch.empty_like(tensor) for tensor in statistics.rms.values()]
-    statistics.pull(decay, shares)
+    shares = pulls(statistics, decay)
     for share, rms in zip(shares, statistics.rms.values(), strict=True):
         assert share.max() <= 1.0
         torch.testing.assert_close(share, (decay * rms / statistics.mean).clamp(max=1.0))
@@ -203,13 +209,11 @@ def test_the_way_back_is_never_overshot(statistics, decay):
 
 
 def test_a_clip_that_stays(statistics):
-    free, kept = ([torch.empty_like(tensor) for tensor in statistics.rms.values()] for _ in range(2))
-    statistics.pull(0.5, free)
-    statistics.pull(0.5, kept, clipped_for=2.0)
+    free, kept = pulls(statistics, 0.5), pulls(statistics, 0.5, clipped_for=2.0)
     for share, rms in zip(kept, statistics.rms.values(), strict=True):
         torch.testing.assert_close(share, 0.5 * (rms / statistics.mean).clamp(max=1.0 / 2.0))
     assert not all(torch.equal(a, b) for a, b in zip(free, kept, strict=True))
-    statistics.pull(0.5, kept, clipped_for=0.1)  # a smaller decay had clipped less
+    kept = pulls(statistics, 0.5, clipped_for=0.1)  # a smaller decay had clipped less
     assert all(torch.equal(a, b) for a, b in zip(free, kept, strict=True))
 
 

@@ -9,24 +9,23 @@ Shapes: P models, T tokens, O rows and I columns of a matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, Gradient, TokenSum
 from sigsoftmax.lm.kernels.tensor_lists import block_count, chosen, find_block
 
-if TYPE_CHECKING:
-    from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors
-
-__all__ = ["adapt_dense_", "adapt_thin_"]
+__all__ = ["adapt_"]
 
 ROWS, COLUMNS = 32, 64
-"""of a tile of a matrix"""
+"""shape of a tile of a matrix"""
 TOKENS = 16
 """the least that a product of tiles takes"""
 BLOCK = 512
+
+Tensors = tuple[Tensor, ...]
 
 
 @triton.jit
@@ -100,59 +99,65 @@ def dense_kernel(weights, starts, rms, gradients, sizes, tokens, rates, models, 
     tl.store(own, _stepped(weight, start, own_rms, gradient, rates + 4 * model), mask=mask)
 
 
-def adapt_thin_(parameters: Sequence[tuple[Adapted, Factors]], rates_P4: Tensor) -> None:
-    """Matrices, all in one launch."""
-    if not parameters:
-        return
-    models = rates_P4.shape[0]
-    adapted = [parameter for parameter, _ in parameters]
-    shapes = [(rows, columns) for rows, columns in (one.start.shape for one in adapted)]
-    for weights, start, rms in adapted:
-        assert start.stride() == rms.stride() == weights.stride()[1:]
-        assert start.stride(1) == 1
-    tiles = tuple(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS) for rows, columns in shapes)
-    lefts = tuple(factors.left_PTO.contiguous() for _, factors in parameters)
-    rights = tuple(factors.right_PTI for _, factors in parameters)
-    assert all(right.stride(2) == 1 for right in rights)
-    thin_kernel[(sum(tiles) * models,)](
-        tuple(one.weights for one in adapted),
-        tuple(one.start for one in adapted),
-        tuple(one.rms for one in adapted),
+def adapt_(parameters: Sequence[Adapted], gradients: Sequence[Gradient], rates_P4: Tensor) -> None:
+    """Matrices with thin gradients in one launch, and all other parameters in another."""
+    thin, dense = [], []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if isinstance(gradient, Factors):
+            thin.append((*parameter, gradient.left_PTO.contiguous(), gradient.right_PTI))
+        else:
+            of_tokens = gradient.of_tokens_PTO if isinstance(gradient, TokenSum) else gradient.unsqueeze(1)
+            dense.append((*parameter, of_tokens.contiguous()))
+    if thin:
+        _adapt_thin_(*zip(*thin, strict=True), rates_P4=rates_P4)
+    if dense:
+        _adapt_dense_(*zip(*dense, strict=True), rates_P4=rates_P4)
+
+
+def _adapt_thin_(
+    weights: Tensors, starts: Tensors, rms: Tensors, lefts: Tensors, rights: Tensors, *, rates_P4: Tensor
+) -> None:
+    for own, start, own_rms, right in zip(weights, starts, rms, rights, strict=True):
+        assert start.stride() == own_rms.stride() == own.stride()[1:]
+        assert start.stride(1) == right.stride(2) == 1
+    rows, columns = zip(*(start.shape for start in starts), strict=True)
+    tiles = tuple(triton.cdiv(start.shape[0], ROWS) * triton.cdiv(start.shape[1], COLUMNS) for start in starts)
+    tokens = tuple(left.shape[1] for left in lefts)
+    thin_kernel[(sum(tiles) * len(rates_P4),)](
+        weights,
+        starts,
+        rms,
         lefts,
         rights,
-        tuple(rows for rows, _ in shapes),
-        tuple(columns for _, columns in shapes),
-        tuple(one.start.stride(0) for one in adapted),
-        tuple(left.shape[1] for left in lefts),
+        rows,
+        columns,
+        tuple(start.stride(0) for start in starts),
+        tokens,
         tuple(right.stride(0) for right in rights),
         tuple(right.stride(1) for right in rights),
         tiles,
         rates_P4,
-        models,
-        TOKENS=max(TOKENS, *(triton.next_power_of_2(left.shape[1]) for left in lefts)),
+        len(rates_P4),
+        TOKENS=max(TOKENS, triton.next_power_of_2(max(tokens))),
         ROWS=ROWS,
         COLUMNS=COLUMNS,
         num_warps=4,
     )
 
 
-def adapt_dense_(parameters: Sequence[tuple[Adapted, Tensor]], rates_P4: Tensor) -> None:
-    """Parameters of any shape with gradients (P, T, ...) that are summed over T, all in one launch."""
-    if not parameters:
-        return
-    models = rates_P4.shape[0]
-    adapted = [parameter for parameter, _ in parameters]
-    assert all(tensor.is_contiguous() for one in adapted for tensor in one)
-    sizes = tuple(one.start.numel() for one in adapted)
-    dense_kernel[(block_count(sizes, BLOCK) * models,)](
-        tuple(one.weights for one in adapted),
-        tuple(one.start for one in adapted),
-        tuple(one.rms for one in adapted),
-        tuple(gradient.contiguous() for _, gradient in parameters),
+def _adapt_dense_(weights: Tensors, starts: Tensors, rms: Tensors, gradients: Tensors, *, rates_P4: Tensor) -> None:
+    """Parameters of any shape with gradients (P, T, ...) that are summed over T."""
+    assert all(tensor.is_contiguous() for tensor in (*weights, *starts, *rms))
+    sizes = tuple(start.numel() for start in starts)
+    dense_kernel[(block_count(sizes, BLOCK) * len(rates_P4),)](
+        weights,
+        starts,
+        rms,
+        gradients,
         sizes,
-        tuple(gradient.shape[1] for _, gradient in parameters),
+        tuple(gradient.shape[1] for gradient in gradients),
         rates_P4,
-        models,
+        len(rates_P4),
         BLOCK=BLOCK,
         num_warps=4,
     )

@@ -4,7 +4,7 @@ What changes from window to window (the row, the carried state, the losses) live
 where they are, so that a window of a given length can be captured once and replayed. A pass has a stream of its own,
 so that several can share one GPU.
 
-Shapes: L words, R rows, B columns, W windows, P models that go over the text side by side.
+Shapes: L tokens, R rows, B columns, W windows, P models that go over the text side by side.
 """
 
 from __future__ import annotations
@@ -18,18 +18,30 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from sigsoftmax.lm.config import Precision
 from sigsoftmax.lm.data.corpus import evaluation_windows
+from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over
 from sigsoftmax.lm.training.capture import RepeatedCalls
-from sigsoftmax.lm.training.precision import arithmetic, check_precision, lstm_dtype
+from sigsoftmax.lm.training.precision import arithmetic, check_precision
+from sigsoftmax.records.schemas.training import perplexity_of
 
-__all__ = ["Look", "WindowGradients", "WindowPass", "check_text", "trainable_copy", "window_count"]
+__all__ = [
+    "DynamicProgress",
+    "PassOptions",
+    "Watch",
+    "WindowGradients",
+    "WindowPass",
+    "check_text",
+    "trainable_copy",
+    "window_count",
+]
 
 WARM_UP = 3
 """windows that are slower than others: the first allocates and compiles, the second is captured"""
@@ -40,19 +52,55 @@ IN_FLIGHT = 64
 """windows given to a GPU before the host waits for it: enough to hide the host, few enough to stop soon"""
 
 
-@dataclass(frozen=True)
-class Look:
-    """How far a pass has come with one of its models."""
+class PassOptions(TypedDict, total=False):
+    """Options that every pass over a text takes."""
 
+    limit: int | None
+    """number of windows after which the pass ends"""
+    precision: str
+    capture: bool
+    """allows CUDA graphs"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicProgress:
+    """The state of one model's run after some windows. The first comes after a few, and tells how long it will take."""
+
+    split: str = "train"
+    """``train`` while the statistics are gathered"""
+    rates: Rates | None = None
+    window: int
+    """the last one done"""
     windows: int
     loss: float
     """mean over the tokens so far"""
-    broken_at: int | None
-    """the first window, counted from 1, whose loss is no finite number"""
+    broken_at: int | None = None
+    """the first window, counted from 1, whose loss is not a finite number"""
     seconds_per_window: float
+    waiting: int = 0
+    """windows of runs that have not begun"""
+    at_once: int = 1
+    """runs that share the device"""
+
+    @property
+    def perplexity(self) -> float:
+        return perplexity_of(self.loss)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until this run ends."""
+        return self.seconds_per_window * (self.windows - self.window)
+
+    @property
+    def seconds_left_in_all(self) -> float:
+        """Seconds until the last of the runs that wait has ended."""
+        return self.seconds_left + self.seconds_per_window * self.waiting / self.at_once
 
 
-def window_count(tokens: int, window: int) -> int:
+Watch = Callable[[DynamicProgress], None]
+
+
+def window_count(tokens: int, window: int, limit: int | None = None) -> int:
     """Windows of a text in one column: its first token is not scored, and the last window may be shorter.
 
     >>> window_count(82_430, 5)
@@ -60,11 +108,16 @@ def window_count(tokens: int, window: int) -> int:
     """
     if tokens < 2 or window < 1:
         raise ValueError(f"a text needs at least 2 tokens and a window at least 1, got {tokens} and {window}")
-    return -(-(tokens - 1) // window)
+    windows = -(-(tokens - 1) // window)
+    if limit is None:
+        return windows
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1 window, got {limit}")
+    return min(windows, limit)
 
 
 def check_text(ids_L: Tensor, words: int) -> None:
-    """Refuse what is no text of at least 2 of these words."""
+    """Refuse anything but a text of at least 2 tokens from a vocabulary of ``words``."""
     if ids_L.ndim != 1 or ids_L.dtype != torch.int64:
         raise ValueError(f"a text must be one stream of int64 ids, got {ids_L.dtype} of shape {tuple(ids_L.shape)}")
     if ids_L.numel() < 2:
@@ -78,7 +131,7 @@ def check_text(ids_L: Tensor, words: int) -> None:
 
 
 def trainable_copy(model: LanguageModel) -> LanguageModel:
-    """With the same tie between its matrices, and gradients for every parameter."""
+    """A copy with the same tie between its matrices, and gradients for every parameter."""
     duplicate = copy.deepcopy(model)
     duplicate.zero_grad(set_to_none=True)
     return duplicate.requires_grad_()
@@ -86,6 +139,9 @@ def trainable_copy(model: LanguageModel) -> LanguageModel:
 
 class WindowPass(ABC):
     """Goes over a text with one or several models and keeps the mean loss of each window."""
+
+    _states: Sequence[LayerState]
+    """the state before the next window"""
 
     def __init__(
         self,
@@ -95,15 +151,13 @@ class WindowPass(ABC):
         window: int,
         models: int = 1,
         limit: int | None = None,
+        precision: str = "float32",
         capture: bool = True,
     ) -> None:
         self._rows, self._batch = text_RB.shape
-        self.device, self.window = device, window
-        self.windows = window_count(self._rows, window)
-        if limit is not None:
-            if limit < 1:
-                raise ValueError(f"limit must be at least 1 window, got {limit}")
-            self.windows = min(self.windows, limit)
+        self.device, self.window, self.models = device, window, models
+        self.precision: Precision = check_precision(precision, device)
+        self.windows = window_count(self._rows, window, limit)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._text_RB = text_RB.to(device)
         self._row = torch.zeros((), dtype=torch.int64, device=device)
@@ -114,24 +168,19 @@ class WindowPass(ABC):
 
     @abstractmethod
     def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
-        """Everything of a window; returns its mean loss by each model, (P,). It is captured."""
-
-    @abstractmethod
-    def _carried(self) -> Sequence[LayerState]:
-        """The state before the next window, zero before the first."""
+        """Compute everything of a window, and return its mean loss by each model, (P,). It is captured."""
 
     def scored(self, windows: int | None = None) -> int:
         """Tokens of the first windows, or of all that the pass goes over."""
         return min((self.windows if windows is None else windows) * self.window, self._rows - 1) * self._batch
 
-    def launch(self, look: Callable[[list[Look]], None]) -> Generator[None, None, None]:
+    def launch(self, look: Callable[[list[DynamicProgress]], None]) -> Generator[None, None, None]:
         """Give the work to the device, window by window; ``look`` is called now and then, and after the last.
 
-        It gets a look at each model; the first tells what a window takes. A look waits for the device, nothing else
-        does for long.
+        It gets the progress of each model. A look waits for the device, nothing else does for long.
         """
         self._begin()
-        looked, warm = time.monotonic(), time.monotonic()
+        looked = warm = time.monotonic()
         in_flight: deque[torch.cuda.Event] = deque()
         try:
             windows = islice(evaluation_windows(self._rows, self.window), self.windows)
@@ -145,31 +194,39 @@ class WindowPass(ABC):
                 if done == WARM_UP:
                     self.synchronize()
                     warm = time.monotonic()
-                due = time.monotonic() - looked >= SECONDS_BETWEEN_LOOKS
-                if done == self.windows or done == FIRST_LOOK or (due and done > WARM_UP):
-                    losses = self.losses(done)
+                due = done > WARM_UP and time.monotonic() - looked >= SECONDS_BETWEEN_LOOKS
+                if due or done in (FIRST_LOOK, self.windows):
+                    losses_WP = self._losses(done)
                     looked = time.monotonic()
                     timed = done - WARM_UP if done > WARM_UP else done
-                    look([Look(done, loss, broken_at, (looked - warm) / timed) for loss, broken_at in losses])
+                    look(self._progress(losses_WP, (looked - warm) / timed))
                 yield
         except BaseException:
             # What the device still works on must not be freed.
             self.synchronize()
             raise
 
-    def losses(self, windows: int) -> list[tuple[float, int | None]]:
-        """The mean over the tokens of the first windows by each model, and the first window whose loss is not finite.
-
-        Windows are counted from 1.
-        """
+    def _losses(self, windows: int) -> Tensor:
+        """The losses of the first windows, once the device has computed them."""
         with self.on_stream():
-            losses_WP = self._losses_WP[:windows].cpu()
-        lengths_W = torch.full((windows,), float(self.window), dtype=losses_WP.dtype)
-        lengths_W[-1] = self.scored(windows) // self._batch - self.window * (windows - 1)
+            return self._losses_WP[:windows].cpu()
+
+    def _progress(self, losses_WP: Tensor, seconds_per_window: float) -> list[DynamicProgress]:
+        done = len(losses_WP)
+        lengths_W = torch.full((done,), float(self.window), dtype=losses_WP.dtype)
+        lengths_W[-1] = self.scored(done) // self._batch - self.window * (done - 1)
         found = []
         for losses_W in losses_WP.unbind(1):
             broken = (~losses_W.isfinite()).nonzero()
-            found.append((float(losses_W @ lengths_W / lengths_W.sum()), int(broken[0]) + 1 if len(broken) else None))
+            found.append(
+                DynamicProgress(
+                    window=done,
+                    windows=self.windows,
+                    loss=float(losses_W @ lengths_W / lengths_W.sum()),
+                    broken_at=int(broken[0]) + 1 if len(broken) else None,
+                    seconds_per_window=seconds_per_window,
+                )
+            )
         return found
 
     def on_stream(self) -> AbstractContextManager[Any]:
@@ -183,8 +240,7 @@ class WindowPass(ABC):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.on_stream():
-            carried = [tensor for state in self._carried() for tensor in state]
-            for tensor in (self._row, self._count, self._losses_WP, *carried):
+            for tensor in (self._row, self._count, self._losses_WP, *(t for state in self._states for t in state)):
                 tensor.zero_()
 
     def _window(self, length: int) -> None:
@@ -209,30 +265,22 @@ class WindowGradients(WindowPass):
         use: Callable[[list[Tensor]], None],
         *,
         window: int,
-        limit: int | None = None,
-        precision: str = "float32",
-        capture: bool = True,
+        **options: Unpack[PassOptions],
     ) -> None:
-        device = model.embedding.device
-        super().__init__(device, text_RB, window=window, limit=limit, capture=capture)
-        self._precision = check_precision(precision, device)
+        super().__init__(model.embedding.device, text_RB, window=window, **options)
         self._model, self._use = model, use
-        self._parameters = list(model.parameters())
         # A float64 model stays one: its passes are what others are compared with.
-        self._dtype = lstm_dtype(self._precision) if self._precision == "bf16" else model.embedding.dtype
+        self._dtype = torch.bfloat16 if self.precision == "bf16" else model.embedding.dtype
         self._states = model.zero_state(self._batch, self._dtype)
 
-    def _carried(self) -> Sequence[LayerState]:
-        return self._states
-
-    def losses(self, windows: int) -> list[tuple[float, int | None]]:
+    def _losses(self, windows: int) -> Tensor:
         with self.on_stream():
             self._model.stack.recurrence.raise_if_failed()
-        return super().losses(windows)
+        return super()._losses(windows)
 
     @contextmanager
     def _plain_lstm(self) -> Iterator[None]:
-        """Without oneDNN, which packs the weights anew for each call: for a few tokens that is most of the work."""
+        """Switch oneDNN off, which packs the weights anew for each call: for a few tokens that is most of the work."""
         library: Any = torch.backends.mkldnn
         before = library.enabled
         try:
@@ -242,10 +290,9 @@ class WindowGradients(WindowPass):
             library.enabled = before
 
     def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
-        with torch.enable_grad(), arithmetic(self._precision, self.device), self._plain_lstm():
-            features = self._model.features(tokens_TB, self._states, dtype=self._dtype)
-            loss = self._model.loss(features, targets_TB)
-            gradients = torch.autograd.grad(loss, self._parameters)
+        with torch.enable_grad(), arithmetic(self.precision, self.device), self._plain_lstm():
+            loss, features = self._model(tokens_TB, targets_TB, self._states, dtype=self._dtype)
+            gradients = torch.autograd.grad(loss, list(self._model.parameters()))
         with torch.no_grad():
             self._use(list(gradients))
         carry_over(self._states, features.states)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigsoftmax.lm.config import ModelConfig
-from sigsoftmax.lm.dynamic.window_gradients import WindowGradients, check_text, trainable_copy, window_count
+from sigsoftmax.lm.dynamic.windows import WindowGradients, check_text, trainable_copy, window_count
 from sigsoftmax.lm.model.language_model import LanguageModel
 
 WORDS = 9
