@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 from tests.lm.dynamic.test_evaluation import CONFIG, MODELS, RATES, TEXT, TRAIN, build, naive
+from tests.lm.masks import draw_masks
 
 from sigsoftmax.lm.dynamic.adapting_models import WIDEST_WINDOW, AdaptingModels, can_adapt
 from sigsoftmax.lm.dynamic.evaluation import GradientStatistics
 from sigsoftmax.lm.dynamic.rates import Rates
-from sigsoftmax.lm.model.regularization import draw_masks
 
 SEVERAL = [RATES, Rates(learning_rate=1e-2, decay=3.0, epsilon=1e-4), Rates(learning_rate=0.0, decay=0.0)]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.lm.dynamic.test_rates import sum_form
+from tests.lm.masks import draw_masks
 from tests.lm.naive_dynamic_evaluation import NaiveModel
 
 from sigsoftmax.lm.config import DynamicEvaluationConfig, ModelConfig
@@ -21,7 +22,6 @@ from sigsoftmax.lm.dynamic.evaluation import (
 )
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.model.regularization import draw_masks
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.records import Record

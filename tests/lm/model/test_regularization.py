@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from tests.lm.masks import draw_masks
 
 from sigsoftmax.lm.config import ModelConfig
-from sigsoftmax.lm.model.regularization import MaskSampler, draw_masks, penalties
+from sigsoftmax.lm.model.regularization import MaskSampler, penalties
 
 CONFIG = ModelConfig(
     head="moss(K=3)",

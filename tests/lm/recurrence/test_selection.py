@@ -102,7 +102,7 @@ def test_plans_in_use_are_written_and_used_again(gpu):
     (used,) = recurrence.plans_in_use()
     assert used.forward.hidden == 1150
     # Another plan than the one that would be chosen, and one that fits.
-    *_, forward = feasible("forward", 1150, 20, "bf16", H200, multiprocessors=H200.multiprocessors)
+    *_, forward = feasible("forward", 1150, 20, "bf16", H200)
     assert forward != used.forward
     asked, other = replace(used, forward=forward), Recurrence()
     assert other.restore([asked], (1150,), 20, torch.bfloat16, CUDA) is None

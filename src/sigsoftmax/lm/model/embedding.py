@@ -1,6 +1,6 @@
-"""Rows of the embedding with two dropouts: of whole words, and of the input's features, the same at every step.
+"""Rows of the embedding with two dropouts: of whole tokens, and of the input's features, the same at every step.
 
-Shapes: T time steps, B columns, V words, D embedding.
+Shapes: T time steps, B columns, V vocabulary, D embedding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many numbers a model has, and whether a device can hold them: asked before anything is allocated."""
+"""The number of a model's parameters, and a check that a device can hold them before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["check_model_fits", "device_memory", "parameter_count"]
 
 FLOAT32_BYTES = 4
 TRAINING_COPIES = 3
-"""of all parameters, at least, while a model is trained: the weights, their gradients, the best weights so far"""
+"""copies of all parameters, at least, while a model is trained: weights, their gradients, the best weights so far"""
 GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""where Linux says how much memory a container may use"""
+"""files in which Linux says how much memory a container may use"""
 
 
 def parameter_count(config: ModelConfig, words: int) -> int:
@@ -27,7 +27,7 @@ def parameter_count(config: ModelConfig, words: int) -> int:
     head = Head.parse(config.head)
     layers = pairwise((config.embedding, *config.hidden))
     count = sum(4 * hidden * (inputs + hidden + 2) for inputs, hidden in layers)
-    # The tied matrix and the bias of the words; which parameters of phi are learned is known to the layers alone.
+    # The tied matrix and the bias; which parameters of phi are learned is known to the layers alone.
     count += words * (config.embedding + 1)
     count += sum(parameter.numel() for parameter in FunctionModule(head.function, words).parameters())
     if head.components > 1:

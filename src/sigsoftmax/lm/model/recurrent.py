@@ -36,8 +36,10 @@ def carry_over(states: Sequence[LayerState], new: Sequence[LayerState]) -> None:
 
 
 class StackOutput(NamedTuple):
+    """The outputs of the last layer and the states of all."""
+
     raw_TBH: Tensor
-    """of the last layer, before its dropout"""
+    """outputs before their dropout"""
     states: list[LayerState]
 
 
@@ -135,10 +137,8 @@ class LstmStack(nn.Module):
         new_states: list[LayerState] = []
         output = input_TBI
         # The mask after a layer is that of the next one's input, where the persistent recurrence has it for nothing.
-        masks = [None, *hidden_masks]
-        for index, layer in enumerate(self.in_order()):
-            output, state = layer(
-                output, states[index], weight_masks[index], self.recurrence, input_mask_1BI=masks[index]
-            )
-            new_states.append(state)
+        input_masks = (None, *hidden_masks)
+        for layer, state, drop, mask in zip(self.layers, states, weight_masks, input_masks, strict=True):
+            output, new_state = layer(output, state, drop, self.recurrence, input_mask_1BI=mask)
+            new_states.append(new_state)
         return StackOutput(output, new_states)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sigsoftmax.lm.recurrence.compilation import Source, compile_together, compiled
+from sigsoftmax.lm.recurrence.compilation import Source, checked, compile_together, compiled
 from sigsoftmax.lm.recurrence.plans import RANKS, GpuDescription, KernelPlan, LayerPlan
 
 __all__ = ["DriverError", "Kernel", "LayerKernels", "describe_gpu", "partition_of_gpu"]
@@ -25,25 +25,29 @@ class DriverError(RuntimeError):
     """The CUDA driver refused something, or the GPU cannot hold a plan's grid at once."""
 
 
+_checked = functools.partial(checked, error=DriverError, library="the CUDA driver")
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A function of a loaded module. Arguments are tensors, None (a null pointer), ints, and floats."""
 
-    def __init__(
-        self, function: Any, types: Sequence[Any], *, threads: int, shared_bytes: int = 0, cooperative: bool = False
-    ) -> None:
-        self._function, self._types, self._cooperative = function, tuple(types), cooperative
-        self._threads, self._shared_bytes = threads, shared_bytes
+    function: Any
+    types: tuple[Any, ...]
+    threads: int
+    shared_bytes: int = 0
+    cooperative: bool = False
 
     def __call__(self, grid: int, *arguments: Tensor | float | None) -> None:
         from cuda.bindings import driver
 
         values = tuple(a.data_ptr() if isinstance(a, Tensor) else (0 if a is None else a) for a in arguments)
-        shape = (grid, 1, 1, self._threads, 1, 1, self._shared_bytes, torch.cuda.current_stream().cuda_stream)
-        parameters = (values, self._types)
-        if self._cooperative:
-            _checked(driver.cuLaunchCooperativeKernel(self._function, *shape, parameters))
+        shape = (grid, 1, 1, self.threads, 1, 1, self.shared_bytes, torch.cuda.current_stream().cuda_stream)
+        parameters = (values, self.types)
+        if self.cooperative:
+            _checked(driver.cuLaunchCooperativeKernel(self.function, *shape, parameters))
         else:
-            _checked(driver.cuLaunchKernel(self._function, *shape, parameters, 0))
+            _checked(driver.cuLaunchKernel(self.function, *shape, parameters, 0))
 
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_float
@@ -54,8 +58,8 @@ KERNELS: dict[str, tuple[Source, tuple[Any, ...]]] = {
     "unpack_gradients": ("layout", (*[POINTER] * 3, FLOAT, *[POINTER] * 4, INT, INT)),
     "mask_rows": ("layout", (*[POINTER] * 3, INT, INT, INT)),
 }
-"""by name: the file and the types of the parameters"""
-ONLY_BACKWARD = ("lstm_backward", "unpack_gradients")
+"""the file and the types of the parameters of each kernel"""
+FORWARD_ALONE = KERNELS.keys() - {"lstm_backward", "unpack_gradients"}
 
 
 class LayerKernels:
@@ -69,7 +73,7 @@ class LayerKernels:
         self._loaded[name](grid, *arguments)
 
     def is_loaded(self, *, backward: bool) -> bool:
-        return all(name in self._loaded for name in KERNELS if backward or name not in ONLY_BACKWARD)
+        return (KERNELS.keys() if backward else FORWARD_ALONE) <= self._loaded.keys()
 
     def load(self, *, backward: bool) -> None:
         """Compile and load all that a pass needs; not while a graph is captured.
@@ -83,7 +87,7 @@ class LayerKernels:
                 "a CUDA graph is being captured, and the kernels of an LSTM layer are not loaded yet; run the layer "
                 "once before"
             )
-        names = [name for name in KERNELS if backward or name not in ONLY_BACKWARD]
+        names = KERNELS.keys() if backward else FORWARD_ALONE
         sources = dict.fromkeys(KERNELS[name][0] for name in names)
         compile_together([(source, self._plan_of(source)) for source in sources])
         with torch.cuda.device(self.device):
@@ -136,6 +140,7 @@ def _resident_ctas(function: Any, plan: KernelPlan, device: torch.device) -> int
 
 @functools.cache
 def describe_gpu(device: torch.device, concurrent_runs: int = 1) -> GpuDescription:
+    """The facts about a GPU that plans depend on."""
     from cuda.bindings import driver
 
     properties = torch.cuda.get_device_properties(device)
@@ -152,7 +157,7 @@ def describe_gpu(device: torch.device, concurrent_runs: int = 1) -> GpuDescripti
 
 
 def partition_of_gpu(device: torch.device) -> str | None:
-    """Why a grid may not have the whole GPU, if other processes have parts of it for themselves."""
+    """The reason why a grid may not have the whole GPU, if other processes have parts of it for themselves."""
     from cuda.bindings import driver
 
     if "MIG" in torch.cuda.get_device_name(device):
@@ -161,10 +166,3 @@ def partition_of_gpu(device: torch.device) -> str | None:
     if mps is not None and _checked(driver.cuDeviceGetAttribute(mps, _checked(driver.cuDeviceGet(device.index)))):
         return "several processes share the GPU (MPS)"
     return None
-
-
-def _checked(results: tuple[Any, ...]) -> Any:
-    status, *values = results
-    if int(status) != 0:
-        raise DriverError(f"the CUDA driver answered {status.name}")
-    return values[0] if values else None

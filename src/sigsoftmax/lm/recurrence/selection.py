@@ -1,4 +1,4 @@
-"""Which recurrence serves a layer: the persistent one where it can, torch's own LSTM everywhere else, and why.
+"""Choice of the recurrence of a layer: the persistent one where it can serve, torch's own LSTM everywhere else.
 
 A plan is asked for, compiled, loaded and tried once, at the first pass of a layer with that batch, and kept. Whatever
 stands in its way (another device, shape or dtype, a library that is missing, a GPU that is partitioned or busy) is a
@@ -78,8 +78,7 @@ class Recurrence:
 
     def _new(self, key: Key, device: torch.device) -> LayerKernels | Refusal:
         try:
-            gpu = describe_gpu(device, self.concurrent_runs)
-            partition = partition_of_gpu(device)
+            gpu, partition = describe_gpu(device, self.concurrent_runs), partition_of_gpu(device)
         except ImportError:
             return Refusal("the package cuda-bindings is not installed")
         except (RuntimeError, OSError) as error:
@@ -89,8 +88,6 @@ class Recurrence:
         asked = self._asked.get(key)
         plan = asked if asked is not None and asked.fits(gpu) else plan_layer(*key, gpu)
         return plan if isinstance(plan, Refusal) else LayerKernels(plan, device)
-
-    # --- errors -----------------------------------------------------------------------------------------------------
 
     def error_flag(self, device: torch.device) -> Tensor:
         """One int32 on the device, 0 as long as all went well: kernels set it when a wait outlasts their patience.
@@ -111,8 +108,6 @@ class Recurrence:
         if self._flag is not None:
             self._flag.zero_()
 
-    # --- what is used -----------------------------------------------------------------------------------------------
-
     def describe(self, hidden: Sequence[int], batch: int, dtype: torch.dtype, device: torch.device) -> str:
         """One sentence: which recurrence the layers of these widths use, and why."""
         widths: dict[str, list[int]] = {}
@@ -123,11 +118,8 @@ class Recurrence:
         parts = []
         for reason, served in widths.items():
             which = "" if len(widths) == 1 else f" for layers of {' and '.join(map(str, served))} units"
-            parts.append(
-                f"torch's own LSTM{which}, because {reason}"
-                if reason
-                else f"persistent kernels{which}, the recurrent weights staying on chip for a whole window"
-            )
+            persistent = f"persistent kernels{which}, the recurrent weights staying on chip for a whole window"
+            parts.append(f"torch's own LSTM{which}, because {reason}" if reason else persistent)
         return "LSTM recurrence: " + "; ".join(parts)
 
     def plans_in_use(self) -> tuple[LayerPlan, ...]:
@@ -136,14 +128,9 @@ class Recurrence:
         return tuple(used.values())
 
     def restore(
-        self,
-        plans: Iterable[LayerPlan],
-        hidden: Sequence[int],
-        batch: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, plans: Iterable[LayerPlan], hidden: Sequence[int], batch: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Use the plans of :meth:`plans_in_use` for a run of these layers; why it goes on differently, if it does."""
+        """Use the plans of :meth:`plans_in_use` for a run of these layers; says why, if it goes on differently."""
         self._asked = {_key(plan): plan for plan in plans}
         self._chosen.clear()
         precision: PlanPrecision = "bf16" if dtype == torch.bfloat16 else "tf32"
@@ -180,10 +167,10 @@ def _precision(dtype: torch.dtype, device: torch.device) -> PlanPrecision | Refu
 
 
 def _loaded_and_tried(kernels: LayerKernels, dtype: torch.dtype, *, backward: bool) -> Refusal | None:
-    """A window of two steps on zeros, so that what goes wrong goes wrong before a run."""
+    """Run a window of two steps on zeros, so that errors come before a run."""
     try:
         kernels.load(backward=backward)
-        hidden, batch = kernels.plan.forward.hidden, kernels.plan.forward.batch
+        hidden, batch, _ = _key(kernels.plan)
         flag = torch.zeros(1, dtype=torch.int32, device=kernels.device)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
