@@ -151,7 +151,7 @@ def test_a_flag_that_is_set_becomes_an_exception_until_it_is_cleared():
             RecurrenceFailed, match=r"backward LSTM recurrence waited in vain.*SIGSOFTMAX_RECURRENCE=torch"
         ):
             recurrence.raise_if_failed()
-    recurrence.clear_error()
+    recurrence._flag.zero_()
     recurrence.raise_if_failed()
 
 

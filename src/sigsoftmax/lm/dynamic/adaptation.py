@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sigsoftmax.lm import kernels
 
-__all__ = ["Adapted", "Factors", "Gradient", "TokenSum", "adapt_", "plain_adapt_", "pull_and_step"]
+__all__ = ["Adapted", "Factors", "Gradient", "TokenSum", "adapt_", "pull_and_step"]
 
 
 class Factors(NamedTuple):
@@ -64,12 +64,7 @@ def adapt_(parameters: Sequence[Adapted], gradients: Sequence[Gradient], rates_P
         from sigsoftmax.lm.kernels import adaptation
 
         adaptation.adapt_(parameters, gradients, rates_P4)
-    else:
-        plain_adapt_(parameters, gradients, rates_P4)
-
-
-def plain_adapt_(parameters: Sequence[Adapted], gradients: Sequence[Gradient], rates_P4: Tensor) -> None:
-    """The same in plain torch, for every device and dtype."""
+        return
     for (weights, start, rms), gradient in zip(parameters, gradients, strict=True):
         pull, step = pull_and_step(rms, rates_P4)
         weights.lerp_(start.expand_as(weights), pull)

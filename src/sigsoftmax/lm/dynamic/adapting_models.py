@@ -11,8 +11,7 @@ Shapes: L tokens of a text, P models, T tokens of a window, V vocabulary, D embe
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 import torch
@@ -98,7 +97,7 @@ class AdaptingModels(WindowPass):
             if name.startswith("stack.") and start.ndim == 2:
                 weights = _aligned(weights.shape, start)
                 start, own_rms = (_aligned(start.shape, start).copy_(tensor) for tensor in (start, own_rms))
-            self._adapted[name] = Adapted(weights.copy_(start.expand_as(weights)), start, own_rms)
+            self._adapted[name] = Adapted(weights, start, own_rms)
         self._rates_P4 = torch.zeros(models, 4, dtype=dtype, device=device)
         self._outputs = [self._output_of(model, index) for index in range(models)]
         self._states = [
@@ -106,6 +105,7 @@ class AdaptingModels(WindowPass):
             for width in model.config.hidden
         ]
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """the stream on which layers adapt while the layers below are computed"""
         self._adapted_aside = {name for index in range(1, len(self._states)) for name in _of_layer(index)}
         """parameters that adapt as soon as their gradients are known"""
         self._vocabulary_V = torch.arange(model.words, device=device)
@@ -139,11 +139,10 @@ class AdaptingModels(WindowPass):
             gradient_PTD = self._backward(gradient_PSTH, inputs, steps, gradients)
             self._add_rows(gradients, tokens_T, gradient_PTD)
             self._adapt([name for name in gradients if name not in self._adapted_aside], gradients)
-            self._join()
+            if self._side is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._side)
         carry_over(self._states, [LayerState(step.hidden[-1], step.cell[-1]) for step in steps])
         return loss_P
-
-    # --- recurrent layers -----------------------------------------------------------------------------------------
 
     def _forward(self, tokens_T: Tensor) -> tuple[list[Tensor], list[LstmSteps]]:
         """The inputs of all layers, and their steps."""
@@ -155,7 +154,7 @@ class AdaptingModels(WindowPass):
         return inputs[:-1], steps
 
     def _backward(self, gradient: Tensor, inputs: list[Tensor], steps: list[LstmSteps], gradients: Gradients) -> Tensor:
-        """Adds the gradients of all layers to the others, and returns that of the first one's input."""
+        """Add the gradients of all layers to the others, and return that of the first one's input."""
         for index in reversed(range(len(steps))):
             names = _of_layer(index)
             of_gates = lstm_gate_gradients(gradient, self._weights(names[1]), steps[index])
@@ -164,32 +163,18 @@ class AdaptingModels(WindowPass):
             gradients[names[2]] = gradients[names[3]] = TokenSum(of_gates)
             gradient = linear_input_gradient(of_gates, self._weights(names[0]))
             if index > 0:
-                with self._aside():
+                # Steps wait for memory, and the recurrence of the layer below for its own last step.
+                if self._side is not None:
+                    self._side.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(self._side):
                     self._adapt(names, gradients)
         return gradient.sum(dim=1)
-
-    # --- the step -------------------------------------------------------------------------------------------------
 
     def _adapt(self, names: Sequence[str], gradients: Gradients) -> None:
         adapt_([self._adapted[name] for name in names], [gradients[name] for name in names], self._rates_P4)
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Run on a second stream: steps wait for memory, and the recurrence of the layer below for its last step."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
-            yield
-
-    def _join(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
-
-    # --- heads: the loss of each model, the gradient of the hidden vectors in parts, those of the head's parameters ---
-
     def _single(self, hidden_PTD: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Gradients]:
+        """The loss of each model, the gradient of the hidden vectors in parts, and those of the head's parameters."""
         logits_PTV = linear(hidden_PTD, self._weights("embedding"), self._weights("output.bias")).requires_grad_()
         names = list(self._outputs[0].function_parameters)
         learned = [output.function_parameters[name] for name in names for output in self._outputs]
@@ -212,6 +197,7 @@ class AdaptingModels(WindowPass):
         return loss_P.detach(), linear_input_gradient(of_logits, self._weights("embedding")), gradients
 
     def _mixture(self, hidden_PTH: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Gradients]:
+        """The same for a mixture."""
         losses, found = [], []
         for output, hidden_TH in zip(self._outputs, hidden_PTH, strict=True):
             hidden_TH = hidden_TH.detach().requires_grad_()

@@ -213,10 +213,6 @@ class DynamicEvaluator:
         self._rates: tuple[Rates, ...] = ()
         self._last: list[DynamicProgress] = []
 
-    @property
-    def windows(self) -> int:
-        return self._pass.windows
-
     def launch(self, *rates: Rates, clipped_for: float = 0.0) -> Generator[None, None, None]:
         """One run from the start at each of the rates; gives its work to the device window by window.
 

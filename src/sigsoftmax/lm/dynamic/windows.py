@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -30,7 +30,6 @@ from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over
 from sigsoftmax.lm.training.capture import RepeatedCalls
 from sigsoftmax.lm.training.precision import arithmetic, check_precision
-from sigsoftmax.records.schemas.training import perplexity_of
 
 __all__ = [
     "DynamicProgress",
@@ -81,10 +80,6 @@ class DynamicProgress:
     """windows of runs that have not begun"""
     at_once: int = 1
     """runs that share the device"""
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity_of(self.loss)
 
     @property
     def seconds_left(self) -> float:
@@ -155,7 +150,7 @@ class WindowPass(ABC):
         capture: bool = True,
     ) -> None:
         self._rows, self._batch = text_RB.shape
-        self.device, self.window, self.models = device, window, models
+        self.device, self.window = device, window
         self.precision: Precision = check_precision(precision, device)
         self.windows = window_count(self._rows, window, limit)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -230,7 +225,7 @@ class WindowPass(ABC):
         return found
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return torch.cuda.stream(self._stream)  # which does nothing for None
 
     def synchronize(self) -> None:
         if self._stream is not None:

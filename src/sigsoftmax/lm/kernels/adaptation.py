@@ -1,7 +1,7 @@
 """The step of dynamic evaluation in two launches: matrices whose gradients are thin factors, and everything else.
 
-The truth is ``plain_adapt_`` in ``adaptation``. The programs of one tile of all models follow each other, so that what
-the models share comes from memory once and from the cache for the others.
+The plain torch is ``adapt_`` in ``dynamic.adaptation``. The programs of one tile of all models follow each other, so
+that what the models share comes from memory once and from the cache for the others.
 
 Shapes: P models, T tokens, O rows and I columns of a matrix.
 """

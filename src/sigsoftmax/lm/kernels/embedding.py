@@ -1,9 +1,9 @@
 """Rows of the embedding, dropped out and cast, and the gradient of the matrix without atomics.
 
-The truth is ``plain_embedding`` in ``embedding``. For the gradient, tokens are sorted by comparing each with every
+The plain torch is ``model.embedding``. For the gradient, tokens are sorted by comparing each with every
 other: a window has a few thousand of them, and one launch takes less time than those of a sort.
 
-Shapes: T time steps, B columns, N = T B tokens, V words, D embedding.
+Shapes: T time steps, B columns, N = T B tokens, V vocabulary, D embedding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["dropped_embedding"]
 OWN, OTHERS = 16, 512
 """tokens that a program sorts, and those that it compares them with at once"""
 TOKENS, COLUMNS = 32, 128
-"""rows of one word that a program adds at once, and how much of them"""
+"""rows of one token that a program adds at once, and how much of them"""
 
 
 @triton.jit

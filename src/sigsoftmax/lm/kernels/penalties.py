@@ -1,6 +1,6 @@
 """AR and TAR and their gradients, one kernel each way.
 
-The truth is ``plain_penalties`` in ``regularization``.
+The plain torch is ``penalties`` in ``model.regularization``.
 
 Shapes: T time steps, B columns, H hidden features; a step has B H elements.
 """

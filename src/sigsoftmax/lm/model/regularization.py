@@ -20,7 +20,7 @@ from sigsoftmax.family.heads import Head
 from sigsoftmax.lm import kernels
 from sigsoftmax.lm.config import ModelConfig
 
-__all__ = ["MaskSampler", "Masks", "WeightDrop", "penalties", "plain_penalties"]
+__all__ = ["MaskSampler", "Masks", "WeightDrop", "penalties"]
 
 ALIGNMENT = 16
 """elements; kernels load several elements of a mask at once where it begins at a multiple"""
@@ -152,11 +152,6 @@ def penalties(raw_TBH: Tensor, dropped_TBH: Tensor, *, activation: float, tempor
         from sigsoftmax.lm.kernels.penalties import penalties as by_kernels
 
         return by_kernels(raw_TBH, dropped_TBH, activation=activation, temporal_activation=temporal_activation)
-    return plain_penalties(raw_TBH, dropped_TBH, activation=activation, temporal_activation=temporal_activation)
-
-
-def plain_penalties(raw_TBH: Tensor, dropped_TBH: Tensor, *, activation: float, temporal_activation: float) -> Tensor:
-    """The same in plain torch, for every device."""
     total = raw_TBH.new_zeros((), dtype=torch.float32)
     if activation:
         total = total + activation * dropped_TBH.float().square().mean()

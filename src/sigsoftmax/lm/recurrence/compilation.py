@@ -28,8 +28,7 @@ class CompilationError(RuntimeError):
 def compile_together(programs: Sequence[tuple[Source, KernelPlan]]) -> None:
     """Compile programs side by side, for :func:`compiled` to find."""
     with ThreadPoolExecutor() as pool:
-        for _ in pool.map(lambda program: compiled(*program), programs):
-            pass
+        list(pool.map(lambda program: compiled(*program), programs))
 
 
 @functools.cache

@@ -92,7 +92,7 @@ class Recurrence:
     def error_flag(self, device: torch.device) -> Tensor:
         """One int32 on the device, 0 as long as all went well: kernels set it when a wait outlasts their patience.
 
-        From then on no kernel of this model waits, and results are NaN. Only :meth:`clear_error` sets it to 0 again.
+        From then on no kernel of this model waits, and results are NaN.
         """
         if self._flag is None or self._flag.device != _indexed(device):
             self._flag = torch.zeros(1, dtype=torch.int32, device=_indexed(device))
@@ -103,10 +103,6 @@ class Recurrence:
         flag = 0 if self._flag is None else int(self._flag)
         if flag:
             raise RecurrenceFailed("forward" if flag == 1 else "backward")
-
-    def clear_error(self) -> None:
-        if self._flag is not None:
-            self._flag.zero_()
 
     def describe(self, hidden: Sequence[int], batch: int, dtype: torch.dtype, device: torch.device) -> str:
         """One sentence: which recurrence the layers of these widths use, and why."""
