@@ -159,7 +159,7 @@ def _dynamic_at_once(
         f"the grid of {points} on validation {seconds / len(rates) * points * validated:.0f} s",
         flush=True,
     )
-    windows = evaluator._pass
+    [windows] = evaluator._passes
     with torch.cuda.stream(torch.cuda.Stream()):
         windows._begin()
         windows._window(statistics.window)

@@ -16,11 +16,11 @@ SEVERAL = [RATES, Rates(learning_rate=1e-2, decay=3.0, epsilon=1e-4), Rates(lear
 
 def losses_of(model, statistics, rates, **options):
     adapting = AdaptingModels(model, statistics.rms, TEXT, models=len(rates), window=5, **options)
-    looks = []
     adapting.restart(statistics.rates_of_steps(rates))
-    for _ in adapting.launch(looks.append):
+    for _ in adapting.launch(lambda _: None, rates=rates):
         pass
-    return [look.loss for look in looks[-1]]
+    assert [at.rates for at in adapting.looks] == rates
+    return [at.loss for at in adapting.looks]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -42,11 +42,10 @@ def test_a_run_begins_anew_and_the_model_is_left_alone():
     adapting = AdaptingModels(model, statistics.rms, TEXT, models=2, window=5)
     losses = []
     for rates in (SEVERAL[:2], SEVERAL[1::-1]):
-        looks = []
         adapting.restart(statistics.rates_of_steps(rates))
-        for _ in adapting.launch(looks.append):
+        for _ in adapting.launch(lambda _: None, rates=rates):
             pass
-        losses.append([look.loss for look in looks[-1]])
+        losses.append([at.loss for at in adapting.looks])
     assert losses[0] == pytest.approx(losses[1][::-1], rel=1e-12)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 

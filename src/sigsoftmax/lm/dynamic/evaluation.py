@@ -22,7 +22,6 @@ Shapes: L tokens of a text, P runs at once.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self, Unpack
@@ -40,6 +39,7 @@ from sigsoftmax.lm.dynamic.windows import (
     Watch,
     WindowGradients,
     check_text,
+    in_turn,
     trainable_copy,
 )
 from sigsoftmax.lm.model.language_model import LanguageModel
@@ -86,16 +86,6 @@ class GradientStatistics:
         fixed = trainable_copy(model)
         rms = {name: torch.zeros_like(parameter) for name, parameter in fixed.named_parameters()}
         squares = list(rms.values())
-
-        def look(looks: list[DynamicProgress]) -> None:
-            [at] = looks
-            if at.broken_at is not None:
-                raise Diverged(
-                    f"the loss is not finite at window {at.broken_at:,} of the training text, whose gradients are "
-                    "asked for; the model is broken: take an earlier checkpoint"
-                )
-            progress(at)
-
         gradients = WindowGradients(
             fixed,
             batchify(train_ids_L, config.statistics_batch),
@@ -104,8 +94,14 @@ class GradientStatistics:
             precision=precision,
             capture=capture,
         )
-        for _ in gradients.launch(look):
+        for _ in gradients.launch(progress):
             pass
+        [last] = gradients.looks
+        if last.broken_at is not None:
+            raise Diverged(
+                f"the loss is not finite at window {last.broken_at:,} of the training text, whose gradients are asked "
+                "for; the model is broken: take an earlier checkpoint"
+            )
         with gradients.on_stream():
             torch._foreach_div_(squares, float(gradients.windows))
             torch._foreach_sqrt_(squares)
@@ -180,9 +176,10 @@ class DynamicEvaluation:
 class DynamicEvaluator:
     """Evaluates one text at any rates, as often as asked; on a GPU by replaying a graph.
 
-    On a GPU ``at_once`` copies of the model adapt side by side, which is faster than one after the other; elsewhere,
-    and with wide windows, it must be 1. Memory is the weights once for each copy and, on a GPU, little more; elsewhere
-    about five times the weights. The start and the statistics are shared with other evaluators.
+    ``at_once`` copies of the model adapt at once: side by side in one pass on a GPU, which is faster than one after the
+    other; elsewhere, and with wide windows, in as many passes that take turns. Memory is the weights once for each copy
+    and, on a GPU, little more; elsewhere about five times the weights. The start and the statistics are shared with
+    other evaluators.
     """
 
     def __init__(
@@ -198,20 +195,17 @@ class DynamicEvaluator:
     ) -> None:
         check_text(ids_L, model.words)
         statistics.check_fits(model)
+        if at_once < 1:
+            raise ValueError(f"at_once must be at least 1 run, got {at_once}")
         self._statistics = statistics.to(model.embedding.device)
         self._split, self._progress, self.at_once = split, progress, at_once
         rms, window = self._statistics.rms, statistics.window
-        self._pass: AdaptingModel | AdaptingModels
+        self._passes: Sequence[AdaptingModel | AdaptingModels]
         if can_adapt(model, window):
-            self._pass = AdaptingModels(model, rms, ids_L, models=at_once, window=window, **options)
-        elif at_once == 1:
-            self._pass = AdaptingModel(model, rms, ids_L, window=window, **options)
+            self._passes = [AdaptingModels(model, rms, ids_L, models=at_once, window=window, **options)]
         else:
-            raise ValueError(f"at_once must be 1 on {model.embedding.device} with windows of {window}, got {at_once}")
-        self._complete = self._pass.scored() == ids_L.numel() - 1
-        self._began = self._seconds = 0.0
-        self._rates: tuple[Rates, ...] = ()
-        self._last: list[DynamicProgress] = []
+            self._passes = [AdaptingModel(model, rms, ids_L, window=window, **options) for _ in range(at_once)]
+        self._complete = self._passes[0].scored() == ids_L.numel() - 1
 
     def launch(self, *rates: Rates, clipped_for: float = 0.0) -> Generator[None, None, None]:
         """One run from the start at each of the rates; gives its work to the device window by window.
@@ -221,41 +215,43 @@ class DynamicEvaluator:
         """
         if len(rates) != self.at_once:
             raise ValueError(f"give as many rates as runs are made at once, {self.at_once}, got {len(rates)}")
-        self._began, self._rates, self._last = time.monotonic(), rates, []
-        # On the stream of the caller, for which the pass waits.
-        self._pass.synchronize()
-        self._pass.restart(self._statistics.rates_of_steps(rates, clipped_for=clipped_for))
-        yield from self._pass.launch(self._look)
+        models = self.at_once // len(self._passes)
+        runs = []
+        for index, one in enumerate(self._passes):
+            own = rates[index * models : (index + 1) * models]
+            # On the stream of the caller, for which the pass waits.
+            one.synchronize()
+            one.restart(self._statistics.rates_of_steps(own, clipped_for=clipped_for))
+            runs.append(one.launch(self._progress, split=self._split, rates=own))
+        yield from in_turn(runs)
+        looks = [at for one in self._passes for at in one.looks]
+        if all(at.broken_at is not None for at in looks):
+            where = " and ".join(
+                f"window {at.broken_at:,} of {at.windows:,} of the {at.split} text with {at.rates}" for at in looks
+            )
+            raise Diverged(f"the loss is not finite at {where}; the model is as it was. Try a lower learning_rate")
 
     def results(self) -> list[DynamicEvaluation]:
         """The last runs, which have ended, in the order of their rates. If one diverged, its loss is infinite."""
-        if not self._last or any(at.broken_at is None and at.window < at.windows for at in self._last):
-            raise ValueError("there is no result before a run has ended; go through launch() first")
-        return [
-            DynamicEvaluation(
-                split=self._split,
-                rates=rates,
-                window=self._pass.window,
-                loss=at.loss if at.broken_at is None else math.inf,
-                tokens=self._pass.scored(None if at.broken_at is None else at.broken_at - 1),
-                complete=self._complete and at.broken_at is None,
-                precision=self._pass.precision,
-                seconds=self._seconds,
-            )
-            for rates, at in zip(self._rates, self._last, strict=True)
-        ]
-
-    def _look(self, looks: list[DynamicProgress]) -> None:
-        self._seconds = time.monotonic() - self._began
-        self._last = [replace(at, split=self._split, rates=rates) for at, rates in zip(looks, self._rates, strict=True)]
-        if all(at.broken_at is not None for at in looks):
-            where = " and ".join(
-                f"window {at.broken_at:,} of {at.windows:,} of the {at.split} text with {at.rates}" for at in self._last
-            )
-            raise Diverged(f"the loss is not finite at {where}; the model is as it was. Try a lower learning_rate")
-        for at in self._last:
-            if at.broken_at is None:
-                self._progress(at)
+        found = []
+        for one in self._passes:
+            if not one.looks or any(at.broken_at is None and at.window < at.windows for at in one.looks):
+                raise ValueError("there is no result before a run has ended; go through launch() first")
+            for at in one.looks:
+                assert at.rates is not None
+                found.append(
+                    DynamicEvaluation(
+                        split=self._split,
+                        rates=at.rates,
+                        window=one.window,
+                        loss=at.loss if at.broken_at is None else math.inf,
+                        tokens=one.scored(None if at.broken_at is None else at.broken_at - 1),
+                        complete=self._complete and at.broken_at is None,
+                        precision=one.precision,
+                        seconds=one.seconds,
+                    )
+                )
+        return found
 
 
 def adapt(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Unpack
@@ -17,14 +17,13 @@ from typing import Unpack
 from torch import Tensor
 
 from sigsoftmax.lm.config import DynamicEvaluationConfig
-from sigsoftmax.lm.dynamic.adapting_models import can_adapt
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluation, DynamicEvaluator, GradientStatistics
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.windows import DynamicProgress, PassOptions, Watch, check_text, window_count
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.trainer import Diverged
 
-__all__ = ["GridSearch", "grid", "in_turn", "search"]
+__all__ = ["GridSearch", "grid", "search"]
 
 GRID_WINDOW = 5
 """the window for which the rates of a configuration are meant"""
@@ -62,21 +61,6 @@ def grid(config: DynamicEvaluationConfig) -> list[Rates]:
         for decay in sorted(set(config.decays))
         for learning_rate in dict.fromkeys(config.learning_rates)
     ]
-
-
-def in_turn(runs: Iterable[Generator[None, None, None]]) -> None:
-    """Advance runs one step each, over and over, until all have ended; an error of one closes the others."""
-    running = list(runs)
-    try:
-        while running:
-            for run in tuple(running):
-                try:
-                    next(run)
-                except StopIteration:
-                    running.remove(run)
-    finally:
-        for run in running:
-            run.close()
 
 
 def search(
@@ -168,35 +152,26 @@ class _Runner:
                 found.setdefault(run.rates, run)
         waiting = deque(rates for rates in points if rates not in found)
         at_once = min(self.at_once, len(waiting))
-        # Side by side in one pass where that is faster, else in as many passes that take turns.
-        models, passes = (at_once, 1) if can_adapt(self.model, self.statistics.window) else (1, at_once)
         windows_later = self._windows("test") if split == "valid" and "test" in self.texts else 0
 
         def watch(at: DynamicProgress) -> None:
             self.progress(replace(at, waiting=len(waiting) * at.windows + windows_later, at_once=at_once))
 
-        def lane() -> Generator[None, None, None]:
-            evaluator = None
-            while waiting:
-                own = [waiting.popleft() for _ in range(min(models, len(waiting)))]
-                if evaluator is None or evaluator.at_once != len(own):
-                    evaluator = DynamicEvaluator(
-                        self.model,
-                        self.statistics,
-                        self.texts[split],
-                        split=split,
-                        at_once=len(own),
-                        progress=watch,
-                        **self.options,
-                    )
-                # Its results tell.
-                with suppress(Diverged):
-                    yield from evaluator.launch(*own, clipped_for=clipped_for)
-                for result in evaluator.results():
-                    found[result.rates] = replace(result, chosen=chosen)
-                    self.keep(found[result.rates])
-
-        in_turn(lane() for _ in range(passes))
+        evaluator = None
+        while waiting:
+            own = [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
+            if evaluator is None or evaluator.at_once != len(own):
+                text = self.texts[split]
+                evaluator = DynamicEvaluator(
+                    self.model, self.statistics, text, split=split, at_once=len(own), progress=watch, **self.options
+                )
+            # Its results tell.
+            with suppress(Diverged):
+                for _ in evaluator.launch(*own, clipped_for=clipped_for):
+                    pass
+            for result in evaluator.results():
+                found[result.rates] = replace(result, chosen=chosen)
+                self.keep(found[result.rates])
         return [found[rates] for rates in points]
 
     def _windows(self, split: str) -> int:

@@ -13,7 +13,7 @@ import copy
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ __all__ = [
     "WindowGradients",
     "WindowPass",
     "check_text",
+    "in_turn",
     "trainable_copy",
     "window_count",
 ]
@@ -132,6 +133,23 @@ def trainable_copy(model: LanguageModel) -> LanguageModel:
     return duplicate.requires_grad_()
 
 
+def in_turn(runs: Iterable[Generator[None, None, None]]) -> Generator[None, None, None]:
+    """Advance runs one step each, over and over, until all have ended; an error of one closes the others."""
+    running = list(runs)
+    try:
+        while running:
+            for run in tuple(running):
+                try:
+                    next(run)
+                except StopIteration:
+                    running.remove(run)
+            if running:
+                yield
+    finally:
+        for run in running:
+            run.close()
+
+
 class WindowPass(ABC):
     """Goes over a text with one or several models and keeps the mean loss of each window."""
 
@@ -160,6 +178,10 @@ class WindowPass(ABC):
         self._losses_WP = torch.zeros(self.windows, models, dtype=torch.float64, device=device)
         self._steps = torch.arange(window + 1, device=device)
         self._calls = RepeatedCalls(device, capture=capture)
+        self.looks: list[DynamicProgress] = []
+        """the last progress of each model"""
+        self.seconds = 0.0
+        """time from the beginning to the last progress"""
 
     @abstractmethod
     def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
@@ -169,13 +191,17 @@ class WindowPass(ABC):
         """Tokens of the first windows, or of all that the pass goes over."""
         return min((self.windows if windows is None else windows) * self.window, self._rows - 1) * self._batch
 
-    def launch(self, look: Callable[[list[DynamicProgress]], None]) -> Generator[None, None, None]:
-        """Give the work to the device, window by window; ``look`` is called now and then, and after the last.
+    def launch(
+        self, progress: Watch, *, split: str = "train", rates: Sequence[Rates | None] = (None,)
+    ) -> Generator[None, None, None]:
+        """Give the work to the device, window by window, and end early once no model has a finite loss.
 
-        It gets the progress of each model. A look waits for the device, nothing else does for long.
+        ``progress`` is told now and then, and after the last window, of each model whose loss is finite; :attr:`looks`
+        holds the last progress of all. A look waits for the device, nothing else does for long.
         """
+        self.looks = []
         self._begin()
-        looked = warm = time.monotonic()
+        began = looked = warm = time.monotonic()
         in_flight: deque[torch.cuda.Event] = deque()
         try:
             windows = islice(evaluation_windows(self._rows, self.window), self.windows)
@@ -193,8 +219,17 @@ class WindowPass(ABC):
                 if due or done in (FIRST_LOOK, self.windows):
                     losses_WP = self._losses(done)
                     looked = time.monotonic()
-                    timed = done - WARM_UP if done > WARM_UP else done
-                    look(self._progress(losses_WP, (looked - warm) / timed))
+                    self.seconds = looked - began
+                    seconds_per_window = (looked - warm) / (done - WARM_UP if done > WARM_UP else done)
+                    self.looks = [
+                        self._look(losses_W, split=split, rates=own, seconds_per_window=seconds_per_window)
+                        for losses_W, own in zip(losses_WP.unbind(1), rates, strict=True)
+                    ]
+                    finite = [at for at in self.looks if at.broken_at is None]
+                    if not finite:
+                        return
+                    for at in finite:
+                        progress(at)
                 yield
         except BaseException:
             # What the device still works on must not be freed.
@@ -206,23 +241,18 @@ class WindowPass(ABC):
         with self.on_stream():
             return self._losses_WP[:windows].cpu()
 
-    def _progress(self, losses_WP: Tensor, seconds_per_window: float) -> list[DynamicProgress]:
-        done = len(losses_WP)
-        lengths_W = torch.full((done,), float(self.window), dtype=losses_WP.dtype)
+    def _look(self, losses_W: Tensor, **facts: Any) -> DynamicProgress:
+        done = len(losses_W)
+        lengths_W = torch.full_like(losses_W, self.window)
         lengths_W[-1] = self.scored(done) // self._batch - self.window * (done - 1)
-        found = []
-        for losses_W in losses_WP.unbind(1):
-            broken = (~losses_W.isfinite()).nonzero()
-            found.append(
-                DynamicProgress(
-                    window=done,
-                    windows=self.windows,
-                    loss=float(losses_W @ lengths_W / lengths_W.sum()),
-                    broken_at=int(broken[0]) + 1 if len(broken) else None,
-                    seconds_per_window=seconds_per_window,
-                )
-            )
-        return found
+        broken = (~losses_W.isfinite()).nonzero()
+        return DynamicProgress(
+            window=done,
+            windows=self.windows,
+            loss=float(losses_W @ lengths_W / lengths_W.sum()),
+            broken_at=int(broken[0]) + 1 if len(broken) else None,
+            **facts,
+        )
 
     def on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)  # which does nothing for None
