@@ -100,10 +100,7 @@ class AdaptingModels(WindowPass):
             self._adapted[name] = Adapted(weights, start, own_rms)
         self._rates_P4 = torch.zeros(models, 4, dtype=dtype, device=device)
         self._outputs = [self._output_of(model, index) for index in range(models)]
-        self._states = [
-            LayerState(*(torch.zeros(models, width, dtype=dtype, device=device) for _ in LayerState._fields))
-            for width in model.config.hidden
-        ]
+        self._states = [LayerState(*(part[0] for part in state)) for state in model.zero_state(models, dtype)]
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         """the stream on which layers adapt while the layers below are computed"""
         self._adapted_aside = {name for index in range(1, len(self._states)) for name in _of_layer(index)}

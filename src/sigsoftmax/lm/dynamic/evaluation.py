@@ -66,10 +66,6 @@ class GradientStatistics:
     windows: int
     window: int
 
-    @property
-    def tensors(self) -> int:
-        return len(self.rms)
-
     @classmethod
     def of(
         cls,

@@ -25,8 +25,6 @@ TOKENS = 16
 """the least that a product of tiles takes"""
 BLOCK = 512
 
-Tensors = tuple[Tensor, ...]
-
 
 @triton.jit
 def _stepped(weight, start, rms, gradient, rates):
@@ -108,56 +106,38 @@ def adapt_(parameters: Sequence[Adapted], gradients: Sequence[Gradient], rates_P
         else:
             of_tokens = gradient.of_tokens_PTO if isinstance(gradient, TokenSum) else gradient.unsqueeze(1)
             dense.append((*parameter, of_tokens.contiguous()))
+    models = len(rates_P4)
     if thin:
-        _adapt_thin_(*zip(*thin, strict=True), rates_P4=rates_P4)
+        for weights, start, rms, _, right in thin:
+            assert start.stride() == rms.stride() == weights.stride()[1:]
+            assert start.stride(1) == right.stride(2) == 1
+        starts, lefts, rights = (tuple(one[index] for one in thin) for index in (1, 3, 4))
+        tiles = tuple(triton.cdiv(len(start), ROWS) * triton.cdiv(start.shape[1], COLUMNS) for start in starts)
+        thin_kernel[(sum(tiles) * models,)](
+            *zip(*thin, strict=True),
+            tuple(start.shape[0] for start in starts),
+            tuple(start.shape[1] for start in starts),
+            tuple(start.stride(0) for start in starts),
+            tuple(left.shape[1] for left in lefts),
+            tuple(right.stride(0) for right in rights),
+            tuple(right.stride(1) for right in rights),
+            tiles,
+            rates_P4,
+            models,
+            TOKENS=max(TOKENS, *(triton.next_power_of_2(left.shape[1]) for left in lefts)),
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=4,
+        )
     if dense:
-        _adapt_dense_(*zip(*dense, strict=True), rates_P4=rates_P4)
-
-
-def _adapt_thin_(
-    weights: Tensors, starts: Tensors, rms: Tensors, lefts: Tensors, rights: Tensors, *, rates_P4: Tensor
-) -> None:
-    for own, start, own_rms, right in zip(weights, starts, rms, rights, strict=True):
-        assert start.stride() == own_rms.stride() == own.stride()[1:]
-        assert start.stride(1) == right.stride(2) == 1
-    rows, columns = zip(*(start.shape for start in starts), strict=True)
-    tiles = tuple(triton.cdiv(start.shape[0], ROWS) * triton.cdiv(start.shape[1], COLUMNS) for start in starts)
-    tokens = tuple(left.shape[1] for left in lefts)
-    thin_kernel[(sum(tiles) * len(rates_P4),)](
-        weights,
-        starts,
-        rms,
-        lefts,
-        rights,
-        rows,
-        columns,
-        tuple(start.stride(0) for start in starts),
-        tokens,
-        tuple(right.stride(0) for right in rights),
-        tuple(right.stride(1) for right in rights),
-        tiles,
-        rates_P4,
-        len(rates_P4),
-        TOKENS=max(TOKENS, triton.next_power_of_2(max(tokens))),
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        num_warps=4,
-    )
-
-
-def _adapt_dense_(weights: Tensors, starts: Tensors, rms: Tensors, gradients: Tensors, *, rates_P4: Tensor) -> None:
-    """Parameters of any shape with gradients (P, T, ...) that are summed over T."""
-    assert all(tensor.is_contiguous() for tensor in (*weights, *starts, *rms))
-    sizes = tuple(start.numel() for start in starts)
-    dense_kernel[(block_count(sizes, BLOCK) * len(rates_P4),)](
-        weights,
-        starts,
-        rms,
-        gradients,
-        sizes,
-        tuple(gradient.shape[1] for gradient in gradients),
-        rates_P4,
-        len(rates_P4),
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
+        assert all(tensor.is_contiguous() for one in dense for tensor in one)
+        sizes = tuple(start.numel() for _, start, _, _ in dense)
+        dense_kernel[(block_count(sizes, BLOCK) * models,)](
+            *zip(*dense, strict=True),
+            sizes,
+            tuple(gradient.shape[1] for *_, gradient in dense),
+            rates_P4,
+            models,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )

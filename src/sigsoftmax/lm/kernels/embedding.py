@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["dropped_embedding"]
+__all__ = ["DroppedEmbedding"]
 
 OWN, OTHERS = 16, 512
 """tokens that a program sorts, and those that it compares them with at once"""
@@ -97,7 +97,9 @@ def backward_kernel(
         tl.store(weight_gradient + token * width + columns, result, mask=in_row)
 
 
-class _DroppedEmbedding(torch.autograd.Function):
+class DroppedEmbedding(torch.autograd.Function):
+    """(T, B, D) in ``dtype``. The weight is contiguous; masks are float32."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -146,11 +148,3 @@ class _DroppedEmbedding(torch.autograd.Function):
             COLUMNS=COLUMNS,
         )
         return None, weight_gradient, None, None, None
-
-
-def dropped_embedding(
-    tokens_TB: Tensor, weight_VD: Tensor, words_V: Tensor | None, input_1BD: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """(T, B, D) in ``dtype``. The weight is contiguous; masks are float32."""
-    result: Tensor = _DroppedEmbedding.apply(tokens_TB, weight_VD, words_V, input_1BD, dtype)
-    return result

@@ -23,9 +23,9 @@ def dropped_embedding(
     The matrix may be divided over processes.
     """
     if not is_dtensor(weight_VD) and kernels.run_on(weight_VD):
-        from sigsoftmax.lm.kernels import embedding
+        from sigsoftmax.lm.kernels.embedding import DroppedEmbedding
 
-        return embedding.dropped_embedding(tokens_TB, weight_VD, words_V, input_1BD, dtype)
+        return DroppedEmbedding.apply(tokens_TB, weight_VD, words_V, input_1BD, dtype)
     if is_dtensor(weight_VD):
         from sigsoftmax.lm.parallel.vocabulary_embedding import embedding_of_ranks
 

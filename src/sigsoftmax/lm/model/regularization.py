@@ -149,9 +149,9 @@ def _views(flat: Tensor, masks: list[_Mask]) -> dict[str, Tensor]:
 def penalties(raw_TBH: Tensor, dropped_TBH: Tensor, *, activation: float, temporal_activation: float) -> Tensor:
     """AR of the dropped output and TAR of the raw one, weighted; a window of one step has no change to penalise."""
     if kernels.run_on(raw_TBH, torch.float32, torch.bfloat16):
-        from sigsoftmax.lm.kernels.penalties import penalties as by_kernels
+        from sigsoftmax.lm.kernels.penalties import Penalties
 
-        return by_kernels(raw_TBH, dropped_TBH, activation=activation, temporal_activation=temporal_activation)
+        return Penalties.apply(raw_TBH, dropped_TBH, activation, temporal_activation)
     total = raw_TBH.new_zeros((), dtype=torch.float32)
     if activation:
         total = total + activation * dropped_TBH.float().square().mean()

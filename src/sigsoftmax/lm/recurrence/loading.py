@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from sigsoftmax.lm.recurrence.compilation import Source, checked, compile_together, compiled
 from sigsoftmax.lm.recurrence.plans import RANKS, GpuDescription, KernelPlan, LayerPlan
 
-__all__ = ["DriverError", "Kernel", "LayerKernels", "describe_gpu", "partition_of_gpu"]
+__all__ = ["DriverError", "LayerKernels", "describe_gpu", "partition_of_gpu"]
 
 
 class DriverError(RuntimeError):
@@ -28,26 +28,24 @@ class DriverError(RuntimeError):
 _checked = functools.partial(checked, error=DriverError, library="the CUDA driver")
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A function of a loaded module. Arguments are tensors, None (a null pointer), ints, and floats."""
+def _launch(
+    function: Any,
+    types: tuple[Any, ...],
+    threads: int,
+    shared_bytes: int,
+    cooperative: bool,
+    grid: int,
+    *arguments: Tensor | float | None,
+) -> None:
+    """Launch a function of a loaded module. Arguments are tensors, None (a null pointer), ints, and floats."""
+    from cuda.bindings import driver
 
-    function: Any
-    types: tuple[Any, ...]
-    threads: int
-    shared_bytes: int = 0
-    cooperative: bool = False
-
-    def __call__(self, grid: int, *arguments: Tensor | float | None) -> None:
-        from cuda.bindings import driver
-
-        values = tuple(a.data_ptr() if isinstance(a, Tensor) else (0 if a is None else a) for a in arguments)
-        shape = (grid, 1, 1, self.threads, 1, 1, self.shared_bytes, torch.cuda.current_stream().cuda_stream)
-        parameters = (values, self.types)
-        if self.cooperative:
-            _checked(driver.cuLaunchCooperativeKernel(self.function, *shape, parameters))
-        else:
-            _checked(driver.cuLaunchKernel(self.function, *shape, parameters, 0))
+    values = tuple(a.data_ptr() if isinstance(a, Tensor) else (0 if a is None else a) for a in arguments)
+    shape = (grid, 1, 1, threads, 1, 1, shared_bytes, torch.cuda.current_stream().cuda_stream)
+    if cooperative:
+        _checked(driver.cuLaunchCooperativeKernel(function, *shape, (values, types)))
+    else:
+        _checked(driver.cuLaunchKernel(function, *shape, (values, types), 0))
 
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_float
@@ -67,7 +65,7 @@ class LayerKernels:
 
     def __init__(self, plan: LayerPlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
-        self._loaded: dict[str, Kernel] = {}
+        self._loaded: dict[str, Callable[..., None]] = {}
 
     def launch(self, name: str, grid: int, *arguments: Tensor | float | None) -> None:
         self._loaded[name](grid, *arguments)
@@ -98,7 +96,7 @@ class LayerKernels:
     def _plan_of(self, source: Source) -> KernelPlan:
         return self.plan.backward if source == "backward" else self.plan.forward
 
-    def _kernel(self, name: str) -> Kernel:
+    def _kernel(self, name: str) -> Callable[..., None]:
         from cuda.bindings import driver
 
         source, types = KERNELS[name]
@@ -106,7 +104,7 @@ class LayerKernels:
         module = _module(source, plan, self.device.index)
         function = _checked(driver.cuModuleGetFunction(module, name.encode()))
         if source == "layout":
-            return Kernel(function, types, threads=plan.threads)
+            return functools.partial(_launch, function, types, plan.threads, 0, False)
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, attribute, plan.shared_bytes))
         room = _resident_ctas(function, plan, self.device)
@@ -115,7 +113,7 @@ class LayerKernels:
                 f"the {plan.direction} recurrence of {plan.hidden} units needs {plan.ctas} thread blocks at once, and "
                 f"this GPU holds {room}"
             )
-        return Kernel(function, types, threads=plan.threads, shared_bytes=plan.shared_bytes, cooperative=True)
+        return functools.partial(_launch, function, types, plan.threads, plan.shared_bytes, True)
 
 
 @functools.cache

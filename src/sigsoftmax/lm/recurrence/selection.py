@@ -7,8 +7,9 @@ reason to use torch's LSTM, and the reason can be read.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +54,8 @@ class Recurrence:
         self._chosen: dict[tuple[Key, torch.device], LayerKernels | Refusal] = {}
         self._flag: Tensor | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"concurrent_runs": self.concurrent_runs, "plans": list(self._asked.values())}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(Recurrence, concurrent_runs=self.concurrent_runs, plans=[*self._asked.values()]), ()
 
     def choose(
         self, hidden: int, batch: int, dtype: torch.dtype, device: torch.device, *, backward: bool
