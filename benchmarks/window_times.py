@@ -95,7 +95,7 @@ def operations() -> None:
 
         show(f"update, {optimizer.mode}", microseconds(update), microseconds(plainly(update)))
     generator = torch.Generator(device).manual_seed(0)
-    sampler = MaskSampler(config.model, words=WORDS, batch=batch, device=device, dtype=torch.bfloat16)
+    sampler = MaskSampler(config.model, vocabulary_size=WORDS, batch=batch, device=device, dtype=torch.bfloat16)
     show("all masks", microseconds(lambda: sampler.draw(generator), generator))
     weight = torch.randn(WORDS, width, device=device, requires_grad=True)
     for columns in (batch, 80):

@@ -267,6 +267,20 @@ def test_a_run_that_diverges_says_where_and_changes_nothing(model, statistics):
     assert (result.loss, result.tokens, result.complete) == (math.inf, 5, False)
 
 
+def test_runs_that_take_turns_are_the_runs_alone_even_if_one_diverges(model, statistics):
+    several = (RATES, replace(RATES, learning_rate=1e38), replace(RATES, learning_rate=1e-2))
+    evaluator = DynamicEvaluator(model, statistics, TEXT, at_once=3)
+    assert len(list(evaluator.launch(*several))) == 9
+    first, diverged, last = evaluator.results()
+    assert (diverged.loss, diverged.tokens, diverged.complete) == (math.inf, 5, False)
+    for result, rates in ((first, several[0]), (last, several[2])):
+        assert replace(result, chosen=True, seconds=0.0) == replace(adapt(model, statistics, TEXT, rates), seconds=0.0)
+    with pytest.raises(ValueError, match="as many rates as runs are made at once, 3, got 1"):
+        next(evaluator.launch(RATES))
+    with pytest.raises(ValueError, match="at_once must be at least 1 run, got 0"):
+        DynamicEvaluator(model, statistics, TEXT, at_once=0)
+
+
 def test_a_broken_model_has_no_statistics():
     model = build()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The step of dynamic evaluation for several models at once, which share where they began and their statistics:
+"""The step of dynamic evaluation for several models at once, which share their start and their statistics:
 
     theta <- theta + min(decay D, 1) (theta0 - theta) - learning_rate g / (MS + epsilon)
 
@@ -28,17 +28,17 @@ class Factors(NamedTuple):
     right_PTI: Tensor
 
     def dense(self) -> Tensor:
-        """(P, O, I)"""
+        """The gradient itself, (P, O, I)."""
         return self.left_PTO.mT @ self.right_PTI
 
 
 class TokenSum(NamedTuple):
-    """The gradient of a vector, the sum over the gradients of tokens."""
+    """The gradient of a vector, the sum over tokens of their gradients."""
 
     of_tokens_PTO: Tensor
 
     def dense(self) -> Tensor:
-        """(P, O)"""
+        """The gradient itself, (P, O)."""
         return self.of_tokens_PTO.sum(dim=1)
 
 

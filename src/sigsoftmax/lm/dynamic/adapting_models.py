@@ -87,7 +87,7 @@ class AdaptingModels(WindowPass):
         **options: Unpack[PassOptions],
     ) -> None:
         device, dtype = model.embedding.device, model.embedding.dtype
-        super().__init__(device, ids_L.unsqueeze(1), window=window, models=models, **options)
+        super().__init__(model, ids_L.unsqueeze(1), window=window, models=models, **options)
         # Whatever precision is asked for, since no other could save time.
         self.precision = "float32"
         self._adapted: dict[str, Adapted] = {}
@@ -105,7 +105,7 @@ class AdaptingModels(WindowPass):
         """the stream on which layers adapt while the layers below are computed"""
         self._adapted_aside = {name for index in range(1, len(self._states)) for name in _of_layer(index)}
         """parameters that adapt as soon as their gradients are known"""
-        self._vocabulary_V = torch.arange(model.words, device=device)
+        self._vocabulary_V = torch.arange(model.vocabulary_size, device=device)
 
     def restart(self, rates_P4: Tensor) -> None:
         """Put all models back to where they began, and set their rates (see ``adapt_``)."""

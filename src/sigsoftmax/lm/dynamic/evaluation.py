@@ -77,8 +77,8 @@ class GradientStatistics:
         progress: Watch = lambda _: None,
         capture: bool = True,
     ) -> Self:
-        """Gather them in one pass over the training text in ``config.statistics_batch`` columns."""
-        check_text(train_ids_L, model.words)
+        """Gather the statistics in one pass over the training text in ``config.statistics_batch`` columns."""
+        check_text(train_ids_L, model.vocabulary_size)
         fixed = trainable_copy(model)
         rms = {name: torch.zeros_like(parameter) for name, parameter in fixed.named_parameters()}
         squares = list(rms.values())
@@ -145,7 +145,7 @@ class DynamicEvaluation:
     loss: float
     """mean over the tokens scored, in nats; infinite if the run diverged"""
     tokens: int
-    """scored: all but the first of the text, or those before a limit, or before the run diverged"""
+    """number of tokens scored: all but the first of the text, or those before a limit, or before the run diverged"""
     complete: bool
     """whether the whole text was scored"""
     chosen: bool = False
@@ -189,7 +189,7 @@ class DynamicEvaluator:
         progress: Watch = lambda _: None,
         **options: Unpack[PassOptions],
     ) -> None:
-        check_text(ids_L, model.words)
+        check_text(ids_L, model.vocabulary_size)
         statistics.check_fits(model)
         if at_once < 1:
             raise ValueError(f"at_once must be at least 1 run, got {at_once}")
@@ -204,7 +204,7 @@ class DynamicEvaluator:
         self._complete = self._passes[0].scored() == ids_L.numel() - 1
 
     def launch(self, *rates: Rates, clipped_for: float = 0.0) -> Generator[None, None, None]:
-        """One run from the start at each of the rates; gives its work to the device window by window.
+        """Make one run from the start at each of the rates; gives its work to the device window by window.
 
         :meth:`results` waits for it. Raises :class:`Diverged` once every run has a loss that is not finite.
         ``clipped_for``: see :meth:`GradientStatistics.rates_of_steps`.
@@ -228,7 +228,7 @@ class DynamicEvaluator:
             raise Diverged(f"the loss is not finite at {where}; the model is as it was. Try a lower learning_rate")
 
     def results(self) -> list[DynamicEvaluation]:
-        """The last runs, which have ended, in the order of their rates. If one diverged, its loss is infinite."""
+        """Results of the last runs, once all have ended, in the order of their rates; inf where a loss diverged."""
         found = []
         for one in self._passes:
             if not one.looks or any(at.broken_at is None and at.window < at.windows for at in one.looks):
@@ -260,7 +260,7 @@ def adapt(
     progress: Watch = lambda _: None,
     **options: Unpack[PassOptions],
 ) -> DynamicEvaluation:
-    """The loss of a model on a text that it adapts to; ``limit`` ends it after so many windows."""
+    """Evaluate a model on a text that it adapts to; ``limit`` ends the run after so many windows."""
     evaluator = DynamicEvaluator(model, statistics, ids_L, split=split, progress=progress, **options)
     for _ in evaluator.launch(rates):
         pass

@@ -36,11 +36,11 @@ class GridSearch:
     """The runs of a grid, and those at the rates that won."""
 
     points: tuple[DynamicEvaluation, ...]
-    """on validation, in the order of the grid"""
+    """runs on validation, in the order of the grid"""
     valid: DynamicEvaluation
-    """at the rates that won"""
+    """the validation run at the rates that won"""
     test: DynamicEvaluation | None
-    """at the same rates, if a test text was given"""
+    """the test run at the same rates, if a test text was given"""
 
     @property
     def edges(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class GridSearch:
 
 
 def grid(config: DynamicEvaluationConfig) -> list[Rates]:
-    """All pairs, the decay ascending and slowest. The rates of a configuration are for windows of 5, and scale."""
+    """All pairs of rates, ordered by decay. The rates of a configuration are for windows of 5, and scale."""
     scale = config.window / GRID_WINDOW
     return [
         Rates(learning_rate=learning_rate * scale, decay=decay * scale, epsilon=config.epsilon)
@@ -96,7 +96,7 @@ def search(
     texts = {"valid": valid_ids_L} | ({} if test_ids_L is None else {"test": test_ids_L})
     for ids_L in texts.values():
         # Before hours are spent on the other.
-        check_text(ids_L, model.words)
+        check_text(ids_L, model.vocabulary_size)
     runner = _Runner(
         model=model,
         statistics=statistics.to(model.embedding.device),
@@ -165,7 +165,7 @@ class _Runner:
                 evaluator = DynamicEvaluator(
                     self.model, self.statistics, text, split=split, at_once=len(own), progress=watch, **self.options
                 )
-            # Its results tell.
+            # The results tell which runs diverged.
             with suppress(Diverged):
                 for _ in evaluator.launch(*own, clipped_for=clipped_for):
                     pass
@@ -178,7 +178,7 @@ class _Runner:
         return window_count(self.texts[split].numel(), self.statistics.window, self.options.get("limit"))
 
     def _is_whole(self, run: DynamicEvaluation, split: str) -> bool:
-        """Tell whether a run went over this text; if it diverged, its length does not tell."""
+        """Tell whether a run went over this text; the length of a run that diverged says nothing."""
         window = self.statistics.window
         scored = min(self._windows(split) * window, self.texts[split].numel() - 1)
         return (run.split, run.window) == (split, window) and (run.tokens == scored or math.isinf(run.loss))

@@ -112,16 +112,16 @@ def window_count(tokens: int, window: int, limit: int | None = None) -> int:
     return min(windows, limit)
 
 
-def check_text(ids_L: Tensor, words: int) -> None:
-    """Refuse anything but a text of at least 2 tokens from a vocabulary of ``words``."""
+def check_text(ids_L: Tensor, vocabulary_size: int) -> None:
+    """Refuse anything but a text of at least 2 tokens from a vocabulary of this size."""
     if ids_L.ndim != 1 or ids_L.dtype != torch.int64:
         raise ValueError(f"a text must be one stream of int64 ids, got {ids_L.dtype} of shape {tuple(ids_L.shape)}")
     if ids_L.numel() < 2:
         raise ValueError(f"a text must have at least 2 tokens, since the first is not scored, got {ids_L.numel()}")
     low, high = (int(bound) for bound in torch.aminmax(ids_L))
-    if low < 0 or high >= words:
+    if low < 0 or high >= vocabulary_size:
         raise ValueError(
-            f"ids must be between 0 and {words - 1:,}, the model having {words:,} words, got "
+            f"ids must be between 0 and {vocabulary_size - 1:,}, the model having {vocabulary_size:,} words, got "
             f"{low if low < 0 else high:,}; was the text made with another vocabulary?"
         )
 
@@ -158,7 +158,7 @@ class WindowPass(ABC):
 
     def __init__(
         self,
-        device: torch.device,
+        model: LanguageModel,
         text_RB: Tensor,
         *,
         window: int,
@@ -167,8 +167,9 @@ class WindowPass(ABC):
         precision: str = "float32",
         capture: bool = True,
     ) -> None:
+        device = model.embedding.device
         self._rows, self._batch = text_RB.shape
-        self.device, self.window = device, window
+        self._model, self.device, self.window = model, device, window
         self.precision: Precision = check_precision(precision, device)
         self.windows = window_count(self._rows, window, limit)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -185,7 +186,7 @@ class WindowPass(ABC):
 
     @abstractmethod
     def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
-        """Compute everything of a window, and return its mean loss by each model, (P,). It is captured."""
+        """Compute a window, and return its mean loss by each model, (P,). The call is captured."""
 
     def scored(self, windows: int | None = None) -> int:
         """Tokens of the first windows, or of all that the pass goes over."""
@@ -217,7 +218,9 @@ class WindowPass(ABC):
                     warm = time.monotonic()
                 due = done > WARM_UP and time.monotonic() - looked >= SECONDS_BETWEEN_LOOKS
                 if due or done in (FIRST_LOOK, self.windows):
-                    losses_WP = self._losses(done)
+                    with self.on_stream():
+                        self._model.stack.recurrence.raise_if_failed()
+                        losses_WP = self._losses_WP[:done].cpu()
                     looked = time.monotonic()
                     self.seconds = looked - began
                     seconds_per_window = (looked - warm) / (done - WARM_UP if done > WARM_UP else done)
@@ -235,11 +238,6 @@ class WindowPass(ABC):
             # What the device still works on must not be freed.
             self.synchronize()
             raise
-
-    def _losses(self, windows: int) -> Tensor:
-        """The losses of the first windows, once the device has computed them."""
-        with self.on_stream():
-            return self._losses_WP[:windows].cpu()
 
     def _look(self, losses_W: Tensor, **facts: Any) -> DynamicProgress:
         done = len(losses_W)
@@ -292,16 +290,11 @@ class WindowGradients(WindowPass):
         window: int,
         **options: Unpack[PassOptions],
     ) -> None:
-        super().__init__(model.embedding.device, text_RB, window=window, **options)
-        self._model, self._use = model, use
+        super().__init__(model, text_RB, window=window, **options)
+        self._use = use
         # A float64 model stays one: its passes are what others are compared with.
         self._dtype = torch.bfloat16 if self.precision == "bf16" else model.embedding.dtype
         self._states = model.zero_state(self._batch, self._dtype)
-
-    def _losses(self, windows: int) -> Tensor:
-        with self.on_stream():
-            self._model.stack.recurrence.raise_if_failed()
-        return super()._losses(windows)
 
     @contextmanager
     def _plain_lstm(self) -> Iterator[None]:

@@ -56,7 +56,7 @@ def thin_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Rows may be longer than they count: what follows is zeros, and stays so."""
+    """Rows may have padding, which is zeros and stays so."""
     model = (tl.program_id(0) % models).to(tl.int64)
     index, tile = find_block(tl.program_id(0) // models, tiles, 1)
     height, width, row_stride = chosen(rows, index), chosen(columns, index), chosen(row_strides, index)
@@ -81,7 +81,7 @@ def thin_kernel(
 
 @triton.jit
 def dense_kernel(weights, starts, rms, gradients, sizes, tokens, rates, models, BLOCK: tl.constexpr):
-    """The gradient is a sum over some tokens, or one."""
+    """The gradient is a sum over one or more tokens."""
     model = (tl.program_id(0) % models).to(tl.int64)
     index, block = find_block(tl.program_id(0) // models, sizes, BLOCK)
     size, places = chosen(sizes, index), block * BLOCK + tl.arange(0, BLOCK)

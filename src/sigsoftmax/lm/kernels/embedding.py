@@ -20,7 +20,7 @@ __all__ = ["DroppedEmbedding"]
 OWN, OTHERS = 16, 512
 """tokens that a program sorts, and those that it compares them with at once"""
 TOKENS, COLUMNS = 32, 128
-"""rows of one token that a program adds at once, and how much of them"""
+"""rows of one id that a program adds at once, and the columns of these"""
 
 
 @triton.jit
@@ -39,9 +39,9 @@ def forward_kernel(tokens, weight, words, inputs, output, batch, width, BLOCK: t
 
 @triton.jit
 def sort_kernel(tokens, order, counts, count, OWN: tl.constexpr, OTHERS: tl.constexpr):
-    """Writes the places of all tokens in the order of their words, and beside each how many its word has.
+    """Writes the positions of all tokens in the order of their ids, and beside each how often its id occurs.
 
-    A place in the order is the number of tokens of lesser words, and of earlier tokens of the same word.
+    A place in the order is the number of tokens with smaller ids, and of earlier tokens with the same id.
     """
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
     token = tl.load(tokens + own, mask=own < count, other=-1)
@@ -73,7 +73,7 @@ def backward_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The program of a word's first token adds up all tokens of that word, in their order; the others end."""
+    """The program of an id's first token adds up all tokens with that id, in their order; the others end."""
     place = tl.program_id(0)
     token = tl.load(tokens + tl.load(order + place))
     earlier = tl.load(tokens + tl.load(order + tl.maximum(place - 1, 0)))

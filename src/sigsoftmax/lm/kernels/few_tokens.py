@@ -4,7 +4,7 @@ What counts is that enough of a matrix is on its way from memory at any time: ti
 where rows begin at multiples of 16 elements. Products are made of TF32 products of three parts, which is as exact as
 float32. How a sum is divided does not depend on how many models there are: same model, same bits.
 
-Rows of a matrix may be longer than they count: what follows must be zeros.
+Rows of a matrix may have padding, which must be zeros.
 
 Shapes: P models, T tokens, I and O features, S parts of a sum, H hidden features, G = 4 H gates in the order i, f, g,
 o.
@@ -122,7 +122,7 @@ def _tanh(x):
 
 @triton.jit
 def _step_of(states, step, model, models, width):
-    """Where a model's state before a step begins, and where the state after it does."""
+    """Addresses of a model's state before a step and of its state after it."""
     before = states + (step * models + model) * width
     return before, before + models * width
 

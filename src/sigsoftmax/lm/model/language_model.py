@@ -47,23 +47,23 @@ class LanguageModel(nn.Module):
     There is no training mode: a pass with masks trains, a pass without evaluates.
     """
 
-    def __init__(self, config: ModelConfig, words: int, *, seed: int = 0) -> None:
-        if words < 2:
-            raise ValueError(f"a language model needs at least 2 words, got {words}")
+    def __init__(self, config: ModelConfig, vocabulary_size: int, *, seed: int = 0) -> None:
+        if vocabulary_size < 2:
+            raise ValueError(f"a language model needs at least 2 words, got {vocabulary_size}")
         super().__init__()
-        self.config, self.words = config, words
-        self.embedding = nn.Parameter(torch.empty(words, config.embedding))
+        self.config, self.vocabulary_size = config, vocabulary_size
+        self.embedding = nn.Parameter(torch.empty(vocabulary_size, config.embedding))
         self.stack = LstmStack(config.embedding, config.hidden)
         head = Head.parse(config.head)
         self._latent_mask = _GivenMask()
         self.output: OutputLayer | MixtureOutputLayer
         if head.components == 1:
-            self.output = OutputLayer(config.embedding, words, head.function, weight=self.embedding)
+            self.output = OutputLayer(config.embedding, vocabulary_size, head.function, weight=self.embedding)
         else:
             self.output = MixtureOutputLayer(
                 config.hidden[-1],
                 config.embedding,
-                words,
+                vocabulary_size,
                 head.components,
                 head.function,
                 weight=self.embedding,
@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
     ) -> Features:
-        """The recurrent part; ``dtype`` is what the LSTM computes in."""
+        """Run the recurrent part, with the LSTM in ``dtype``."""
         if masks is None:
             layers = len(self.config.hidden)
             masks = Masks(hidden_1BH=(None,) * (layers - 1), weights_4HH=(None,) * layers)
@@ -129,5 +129,5 @@ class LanguageModel(nn.Module):
         return self.output.loss(features.dropped_TBH, targets_TB)
 
     def log_probs(self, features: Features) -> Tensor:
-        """(T, B, V)"""
+        """Log-probabilities of the next token, (T, B, V)."""
         return self.output.log_probs(features.dropped_TBH)

@@ -23,7 +23,7 @@ __all__ = ["LayerState", "LstmLayer", "LstmStack", "carry_over"]
 
 
 class LayerState(NamedTuple):
-    """(1, B, H) each."""
+    """Hidden and cell state of one layer, (1, B, H) each."""
 
     hidden: Tensor
     cell: Tensor

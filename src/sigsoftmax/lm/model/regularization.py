@@ -30,7 +30,7 @@ class WeightDrop(NamedTuple):
     """The elements of a hidden-to-hidden matrix that a window keeps, and the factor of these."""
 
     kept_4HH: Tensor
-    """bool"""
+    """bool; False where an element is dropped"""
     scale: float
 
     def applied_to(self, weight_4HH: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class MaskSampler:
         self,
         config: ModelConfig,
         *,
-        words: int,
+        vocabulary_size: int,
         batch: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
@@ -99,7 +99,7 @@ class MaskSampler:
         *inner, last = config.hidden
         components = Head.parse(config.head).components
         of_embedding = [
-            _Mask("words", config.dropout_words, (words,)),
+            _Mask("words", config.dropout_words, (vocabulary_size,)),
             _Mask("input", config.dropout_input, (1, batch, config.embedding)),
         ]
         of_layers = [
@@ -147,7 +147,7 @@ def _views(flat: Tensor, masks: list[_Mask]) -> dict[str, Tensor]:
 
 
 def penalties(raw_TBH: Tensor, dropped_TBH: Tensor, *, activation: float, temporal_activation: float) -> Tensor:
-    """AR of the dropped output and TAR of the raw one, weighted; a window of one step has no change to penalise."""
+    """The weighted sum of AR of the dropped output and TAR of the raw one, which a window of one step does not have."""
     if kernels.run_on(raw_TBH, torch.float32, torch.bfloat16):
         from sigsoftmax.lm.kernels.penalties import Penalties
 

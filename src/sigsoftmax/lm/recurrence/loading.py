@@ -155,7 +155,7 @@ def describe_gpu(device: torch.device, concurrent_runs: int = 1) -> GpuDescripti
 
 
 def partition_of_gpu(device: torch.device) -> str | None:
-    """The reason why a grid may not have the whole GPU, if other processes have parts of it for themselves."""
+    """The reason why a grid may not have the whole GPU, if other processes own parts of it."""
     from cuda.bindings import driver
 
     if "MIG" in torch.cuda.get_device_name(device):

@@ -103,7 +103,7 @@ class Recurrence:
             raise RecurrenceFailed("forward" if flag == 1 else "backward")
 
     def describe(self, hidden: Sequence[int], batch: int, dtype: torch.dtype, device: torch.device) -> str:
-        """One sentence: which recurrence the layers of these widths use, and why."""
+        """One sentence that names the recurrence of layers of these widths, and the reason."""
         widths: dict[str, list[int]] = {}
         for width in dict.fromkeys(hidden):
             chosen = self.choose(width, batch, dtype, device, backward=True)
