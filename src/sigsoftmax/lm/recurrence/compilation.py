@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from sigsoftmax.lm.recurrence.plans import KernelPlan
 
-__all__ = ["ARCHITECTURE", "CompilationError", "Source", "checked", "compile_together", "compiled"]
+__all__ = ["ARCHITECTURE", "CompilationError", "KernelFile", "checked", "compile_together", "compiled"]
 
-Source = Literal["forward", "backward", "layout"]
+KernelFile = Literal["forward", "backward", "layout"]
 ARCHITECTURE = "sm_90a"
 FOLDER = Path(__file__).with_name("kernels")
 HEADERS = ("numerics.cuh", "exchange.cuh", "products.cuh")
@@ -25,14 +25,14 @@ class CompilationError(RuntimeError):
     """NVRTC refused a program; the text is its log."""
 
 
-def compile_together(programs: Sequence[tuple[Source, KernelPlan]]) -> None:
+def compile_together(programs: Sequence[tuple[KernelFile, KernelPlan]]) -> None:
     """Compile programs side by side, for :func:`compiled` to find."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda program: compiled(*program), programs))
 
 
 @functools.cache
-def compiled(source: Source, plan: KernelPlan) -> bytes:
+def compiled(source: KernelFile, plan: KernelPlan) -> bytes:
     """The binary of a source file with the constants of a plan."""
     from cuda.bindings import nvrtc
 

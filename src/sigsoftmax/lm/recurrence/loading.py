@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigsoftmax.lm.recurrence.compilation import Source, checked, compile_together, compiled
+from sigsoftmax.lm.recurrence.compilation import KernelFile, checked, compile_together, compiled
 from sigsoftmax.lm.recurrence.plans import RANKS, GpuDescription, KernelPlan, LayerPlan
 
 __all__ = ["DriverError", "LayerKernels", "describe_gpu", "partition_of_gpu"]
@@ -49,7 +49,7 @@ def _launch(
 
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_float
-KERNELS: dict[str, tuple[Source, tuple[Any, ...]]] = {
+KERNELS: dict[str, tuple[KernelFile, tuple[Any, ...]]] = {
     "lstm_forward": ("forward", (*[POINTER] * 9, LONG, INT, INT)),
     "lstm_backward": ("backward", (*[POINTER] * 10, LONG, LONG, LONG, INT)),
     "pack_weights": ("layout", (POINTER, POINTER, FLOAT, *[POINTER] * 6, INT, INT, POINTER, INT)),
@@ -93,7 +93,7 @@ class LayerKernels:
             for name in names:
                 self._loaded[name] = self._kernel(name)
 
-    def _plan_of(self, source: Source) -> KernelPlan:
+    def _plan_of(self, source: KernelFile) -> KernelPlan:
         return self.plan.backward if source == "backward" else self.plan.forward
 
     def _kernel(self, name: str) -> Callable[..., None]:
@@ -117,7 +117,7 @@ class LayerKernels:
 
 
 @functools.cache
-def _module(source: Source, plan: KernelPlan, device_index: int) -> Any:
+def _module(source: KernelFile, plan: KernelPlan, device_index: int) -> Any:
     from cuda.bindings import driver
 
     return _checked(driver.cuModuleLoadData(compiled(source, plan)))
