@@ -24,7 +24,6 @@ def gpu(monkeypatch):
     """A GPU that plans can be made for; what would be launched there is not."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(selection, "describe_gpu", lambda device, runs: H200)
-    monkeypatch.setattr(selection, "partition_of_gpu", lambda device: None)
     monkeypatch.setattr(selection, "_loaded_and_tried", lambda kernels, dtype, backward: None)
     return monkeypatch
 
@@ -58,7 +57,8 @@ def test_float32_is_served_with_tf32_products_alone(gpu):
 
 
 def test_a_partitioned_gpu_runs_on_torch(gpu):
-    gpu.setattr(selection, "partition_of_gpu", lambda device: "the GPU is partitioned (MIG)")
+    partitioned = replace(H200, partition="the GPU is partitioned (MIG)")
+    gpu.setattr(selection, "describe_gpu", lambda device, runs: partitioned)
     assert chosen() == Refusal("the GPU is partitioned (MIG)")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from sigsoftmax.lm.recurrence.compilation import KernelFile, checked, compile_together, compiled
 from sigsoftmax.lm.recurrence.plans import RANKS, GpuDescription, KernelPlan, LayerPlan
 
-__all__ = ["DriverError", "LayerKernels", "describe_gpu", "partition_of_gpu"]
+__all__ = ["DriverError", "LayerKernels", "describe_gpu"]
 
 
 class DriverError(RuntimeError):
@@ -141,26 +141,19 @@ def describe_gpu(device: torch.device, concurrent_runs: int = 1) -> GpuDescripti
     """The facts about a GPU that plans depend on."""
     from cuda.bindings import driver
 
-    properties = torch.cuda.get_device_properties(device)
     handle = _checked(driver.cuDeviceGet(device.index))
-    cooperative = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH
-    shared = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+
+    def attribute(name: str) -> int:
+        known = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+        return 0 if known is None else int(_checked(driver.cuDeviceGetAttribute(known, handle)))
+
+    properties = torch.cuda.get_device_properties(device)
+    partition = "several processes share the GPU (MPS)" if attribute("MPS_ENABLED") else None
     return GpuDescription(
         capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,
-        shared_bytes=int(_checked(driver.cuDeviceGetAttribute(shared, handle))),
-        cooperative=bool(_checked(driver.cuDeviceGetAttribute(cooperative, handle))),
+        shared_bytes=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        cooperative=bool(attribute("COOPERATIVE_LAUNCH")),
         concurrent_runs=concurrent_runs,
+        partition="the GPU is partitioned (MIG)" if "MIG" in torch.cuda.get_device_name(device) else partition,
     )
-
-
-def partition_of_gpu(device: torch.device) -> str | None:
-    """The reason why a grid may not have the whole GPU, if other processes own parts of it."""
-    from cuda.bindings import driver
-
-    if "MIG" in torch.cuda.get_device_name(device):
-        return "the GPU is partitioned (MIG)"
-    mps = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED", None)
-    if mps is not None and _checked(driver.cuDeviceGetAttribute(mps, _checked(driver.cuDeviceGet(device.index)))):
-        return "several processes share the GPU (MPS)"
-    return None

@@ -57,6 +57,8 @@ class GpuDescription:
     """whether a grid can be launched that is resident as a whole or not at all"""
     concurrent_runs: int = 1
     """runs that share the GPU: with several, a plan takes half of it where the layer fits there"""
+    partition: str | None = None
+    """the reason why a grid may not have the whole GPU, if other processes own parts of it"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,8 @@ class LayerPlan:
 
 def plan_layer(hidden: int, batch: int, precision: PlanPrecision, gpu: GpuDescription) -> LayerPlan | Refusal:
     """The plan of a layer of ``hidden`` units for ``batch`` columns, or why there is none."""
+    if gpu.partition is not None:
+        return Refusal(gpu.partition)
     if gpu.capability != (9, 0):
         return Refusal(f"the GPU has compute capability {gpu.capability[0]}.{gpu.capability[1]}, not 9.0 (Hopper)")
     if not gpu.cooperative:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.lm.recurrence.compilation import CompilationError
-from sigsoftmax.lm.recurrence.loading import DriverError, LayerKernels, describe_gpu, partition_of_gpu
+from sigsoftmax.lm.recurrence.loading import DriverError, LayerKernels, describe_gpu
 from sigsoftmax.lm.recurrence.operation import PATIENCE_NS, persistent_lstm
 from sigsoftmax.lm.recurrence.plans import LayerPlan, PlanPrecision, Refusal, plan_layer
 
@@ -76,16 +76,15 @@ class Recurrence:
 
     def _new(self, key: Key, device: torch.device) -> LayerKernels | Refusal:
         try:
-            gpu, partition = describe_gpu(device, self.concurrent_runs), partition_of_gpu(device)
+            gpu = describe_gpu(device, self.concurrent_runs)
         except ImportError:
             return Refusal("the package cuda-bindings is not installed")
         except (RuntimeError, OSError) as error:
             return Refusal(f"the CUDA driver cannot be asked: {error}")
-        if partition is not None:
-            return Refusal(partition)
-        asked = self._asked.get(key)
-        plan = asked if asked is not None and asked.fits(gpu) else plan_layer(*key, gpu)
-        return plan if isinstance(plan, Refusal) else LayerKernels(plan, device)
+        plan, asked = plan_layer(*key, gpu), self._asked.get(key)
+        if isinstance(plan, Refusal):
+            return plan
+        return LayerKernels(asked if asked is not None and asked.fits(gpu) else plan, device)
 
     def error_flag(self, device: torch.device) -> Tensor:
         """One int32 on the device, 0 as long as all went well: kernels set it when a wait outlasts their patience.
@@ -107,8 +106,7 @@ class Recurrence:
         widths: dict[str, list[int]] = {}
         for width in dict.fromkeys(hidden):
             chosen = self.choose(width, batch, dtype, device, backward=True)
-            reason = chosen.reason if isinstance(chosen, Refusal) else ""
-            widths.setdefault(reason, []).append(width)
+            widths.setdefault(chosen.reason if isinstance(chosen, Refusal) else "", []).append(width)
         parts = []
         for reason, served in widths.items():
             which = "" if len(widths) == 1 else f" for layers of {' and '.join(map(str, served))} units"
