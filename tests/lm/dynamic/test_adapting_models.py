@@ -7,7 +7,7 @@ import torch
 from tests.lm.dynamic.test_evaluation import CONFIG, MODELS, RATES, TEXT, TRAIN, build, naive
 from tests.lm.masks import draw_masks
 
-from sigsoftmax.lm.dynamic.adapting_models import WIDEST_WINDOW, AdaptingModels, can_adapt
+from sigsoftmax.lm.dynamic.adapting_models import WIDEST_WINDOW, AdaptingModels, kernels_serve
 from sigsoftmax.lm.dynamic.evaluation import GradientStatistics
 from sigsoftmax.lm.dynamic.rates import Rates
 
@@ -19,8 +19,8 @@ def losses_of(model, statistics, rates, **options):
     adapting.restart(statistics.rates_of_steps(rates))
     for _ in adapting.launch(lambda _: None, rates=rates):
         pass
-    assert [at.rates for at in adapting.looks] == rates
-    return [at.loss for at in adapting.looks]
+    assert [at.rates for at in adapting.reports] == rates
+    return [at.loss for at in adapting.reports]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -45,7 +45,7 @@ def test_a_run_begins_anew_and_the_model_is_left_alone():
         adapting.restart(statistics.rates_of_steps(rates))
         for _ in adapting.launch(lambda _: None, rates=rates):
             pass
-        losses.append([at.loss for at in adapting.looks])
+        losses.append([at.loss for at in adapting.reports])
     assert losses[0] == pytest.approx(losses[1][::-1], rel=1e-12)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -70,5 +70,5 @@ def test_one_that_diverges_does_not_disturb_the_others():
 
 def test_kernels_serve_float32_on_gpus_and_narrow_windows():
     model = build()
-    assert not can_adapt(model, 5)
-    assert not can_adapt(model.to("meta"), WIDEST_WINDOW + 1)
+    assert not kernels_serve(model, 5)
+    assert not kernels_serve(model.to("meta"), WIDEST_WINDOW + 1)

@@ -304,7 +304,7 @@ def test_a_limit_makes_it_the_evaluation_of_the_beginning(model, statistics):
 
 def test_progress_tells_the_time_before_the_run_goes_on(model, statistics, monkeypatch):
     # However slow the machine is.
-    monkeypatch.setattr(window_gradients, "SECONDS_BETWEEN_LOOKS", math.inf)
+    monkeypatch.setattr(window_gradients, "SECONDS_BETWEEN_REPORTS", math.inf)
     seen: list[DynamicProgress] = []
     result = adapt(model, statistics, TEXT.repeat(3), RATES, progress=seen.append)
     first, last = seen[0], seen[-1]

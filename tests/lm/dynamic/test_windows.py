@@ -71,7 +71,7 @@ def test_gradients_are_those_of_autograd_and_the_state_is_carried():
     assert expected[-1].abs() > 0.0  # of the learned b
 
     whole = model.loss(model.features(text_RB[:-1], model.zero_state(2)), text_RB[1:])
-    assert run.looks[0].loss == pytest.approx(whole.item(), rel=1e-6)  # windows of 3, 3 and 1
+    assert run.reports[0].loss == pytest.approx(whole.item(), rel=1e-6)  # windows of 3, 3 and 1
     assert run.scored() == 14
     assert [run.scored(windows) for windows in (1, 2, 3)] == [6, 12, 14]
 
@@ -90,7 +90,7 @@ def test_a_broken_window_is_named():
     run = WindowGradients(model, torch.randint(WORDS, (21, 1)), break_after_second, window=5)
     for _ in run.launch(told.append):
         pass
-    assert run.looks[0].broken_at == 3
+    assert run.reports[0].broken_at == 3
     assert not told
 
 

@@ -7,7 +7,7 @@ from tests.lm.dynamic.test_evaluation import CONFIG, RATES, TEXT, TRAIN, build
 from tests.lm.kernels.plain import plain
 
 from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, TokenSum, adapt_
-from sigsoftmax.lm.dynamic.adapting_models import can_adapt
+from sigsoftmax.lm.dynamic.adapting_models import kernels_serve
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator, GradientStatistics
 from sigsoftmax.lm.dynamic.few_tokens import linear, linear_input_gradient, lstm, lstm_gate_gradients
 from sigsoftmax.lm.dynamic.rates import Rates
@@ -103,7 +103,7 @@ def test_an_evaluation_is_that_of_plain_torch(name):
         return evaluator.results()
 
     expected = [result for rates in several for result in by_autograd(rates)]
-    assert can_adapt(model, CONFIG.window)
+    assert kernels_serve(model, CONFIG.window)
     evaluator = DynamicEvaluator(model, statistics, TEXT[:18], at_once=2)
     for _ in evaluator.launch(*several):
         pass

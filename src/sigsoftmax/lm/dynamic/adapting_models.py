@@ -28,7 +28,7 @@ from sigsoftmax.lm.model.recurrent import LayerState, carry_over
 from sigsoftmax.lm.training.precision import arithmetic
 from sigsoftmax.losses import functional
 
-__all__ = ["WIDEST_WINDOW", "AdaptingModel", "AdaptingModels", "can_adapt"]
+__all__ = ["WIDEST_WINDOW", "AdaptingModels", "OneAdaptingModel", "kernels_serve"]
 
 WIDEST_WINDOW = 16
 """tokens; with more of them products are no longer bound by memory, and their sums no longer fit into registers"""
@@ -39,12 +39,12 @@ ALIGNMENT = 16
 Gradients = dict[str, Gradient]
 
 
-def can_adapt(model: LanguageModel, window: int) -> bool:
+def kernels_serve(model: LanguageModel, window: int) -> bool:
     """Tell whether kernels make passes of these windows fast, so that several models go side by side."""
     return window <= WIDEST_WINDOW and all(map(kernels.run_on, model.parameters()))
 
 
-class AdaptingModel(WindowGradients):
+class OneAdaptingModel(WindowGradients):
     """A copy of one model, by autograd and plain torch on any device. Its memory is about five times the weights."""
 
     def __init__(

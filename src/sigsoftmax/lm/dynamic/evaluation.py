@@ -31,7 +31,7 @@ from torch import Tensor
 
 from sigsoftmax.lm.config import DynamicEvaluationConfig
 from sigsoftmax.lm.data.corpus import batchify
-from sigsoftmax.lm.dynamic.adapting_models import AdaptingModel, AdaptingModels, can_adapt
+from sigsoftmax.lm.dynamic.adapting_models import AdaptingModels, OneAdaptingModel, kernels_serve
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.windows import (
     DynamicProgress,
@@ -92,7 +92,7 @@ class GradientStatistics:
         )
         for _ in gradients.launch(progress):
             pass
-        [last] = gradients.looks
+        [last] = gradients.reports
         if last.broken_at is not None:
             raise Diverged(
                 f"the loss is not finite at window {last.broken_at:,} of the training text, whose gradients are asked "
@@ -196,11 +196,11 @@ class DynamicEvaluator:
         self._statistics = statistics.to(model.embedding.device)
         self._split, self._progress, self.at_once = split, progress, at_once
         rms, window = self._statistics.rms, statistics.window
-        self._passes: Sequence[AdaptingModel | AdaptingModels]
-        if can_adapt(model, window):
+        self._passes: Sequence[OneAdaptingModel | AdaptingModels]
+        if kernels_serve(model, window):
             self._passes = [AdaptingModels(model, rms, ids_L, models=at_once, window=window, **options)]
         else:
-            self._passes = [AdaptingModel(model, rms, ids_L, window=window, **options) for _ in range(at_once)]
+            self._passes = [OneAdaptingModel(model, rms, ids_L, window=window, **options) for _ in range(at_once)]
         self._complete = self._passes[0].scored() == ids_L.numel() - 1
 
     def launch(self, *rates: Rates, clipped_for: float = 0.0) -> Generator[None, None, None]:
@@ -220,10 +220,10 @@ class DynamicEvaluator:
             one.restart(self._statistics.rates_of_steps(own, clipped_for=clipped_for))
             runs.append(one.launch(self._progress, split=self._split, rates=own))
         yield from in_turn(runs)
-        looks = [at for one in self._passes for at in one.looks]
-        if all(at.broken_at is not None for at in looks):
+        reports = [at for one in self._passes for at in one.reports]
+        if all(at.broken_at is not None for at in reports):
             where = " and ".join(
-                f"window {at.broken_at:,} of {at.windows:,} of the {at.split} text with {at.rates}" for at in looks
+                f"window {at.broken_at:,} of {at.windows:,} of the {at.split} text with {at.rates}" for at in reports
             )
             raise Diverged(f"the loss is not finite at {where}; the model is as it was. Try a lower learning_rate")
 
@@ -231,9 +231,9 @@ class DynamicEvaluator:
         """Results of the last runs, once all have ended, in the order of their rates; inf where a loss diverged."""
         found = []
         for one in self._passes:
-            if not one.looks or any(at.broken_at is None and at.window < at.windows for at in one.looks):
+            if not one.reports or any(at.broken_at is None and at.window < at.windows for at in one.reports):
                 raise ValueError("there is no result before a run has ended; go through launch() first")
-            for at in one.looks:
+            for at in one.reports:
                 assert at.rates is not None
                 found.append(
                     DynamicEvaluation(

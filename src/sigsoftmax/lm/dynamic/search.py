@@ -86,8 +86,6 @@ def search(
     ``clip_in_place`` repeats a defect of the published script, for audits: D, clipped for the largest decay of the
     grid, stays so in the final runs. Where that differs, these are made again whatever is ``finished``.
     """
-    if at_once < 1:
-        raise ValueError(f"at_once must be at least 1 run, got {at_once}")
     if config.window != statistics.window:
         raise ValueError(
             f"the statistics are of windows of {statistics.window}, and the configuration has windows of "

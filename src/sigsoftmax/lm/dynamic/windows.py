@@ -45,9 +45,9 @@ __all__ = [
 
 WARM_UP = 3
 """windows that are slower than others: the first allocates and compiles, the second is captured"""
-FIRST_LOOK = 10
+FIRST_REPORT = 10
 """windows after which the time of a run can be told"""
-SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_REPORTS = 1.0
 IN_FLIGHT = 64
 """windows given to a GPU before the host waits for it: enough to hide the host, few enough to stop soon"""
 
@@ -179,10 +179,10 @@ class WindowPass(ABC):
         self._losses_WP = torch.zeros(self.windows, models, dtype=torch.float64, device=device)
         self._steps = torch.arange(window + 1, device=device)
         self._calls = RepeatedCalls(device, capture=capture)
-        self.looks: list[DynamicProgress] = []
-        """the last progress of each model"""
+        self.reports: list[DynamicProgress] = []
+        """the latest progress of each model"""
         self.seconds = 0.0
-        """time from the beginning to the last progress"""
+        """time from the beginning to the latest progress"""
 
     @abstractmethod
     def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
@@ -197,12 +197,12 @@ class WindowPass(ABC):
     ) -> Generator[None, None, None]:
         """Give the work to the device, window by window, and end early once no model has a finite loss.
 
-        ``progress`` is told now and then, and after the last window, of each model whose loss is finite; :attr:`looks`
-        holds the last progress of all. A look waits for the device, nothing else does for long.
+        ``progress`` is told now and then, and after the last window, of each model whose loss is finite;
+        :attr:`reports` holds the latest progress of all. A report waits for the device, nothing else does for long.
         """
-        self.looks = []
+        self.reports = []
         self._begin()
-        began = looked = warm = time.monotonic()
+        began = reported = warm = time.monotonic()
         in_flight: deque[torch.cuda.Event] = deque()
         try:
             windows = islice(evaluation_windows(self._rows, self.window), self.windows)
@@ -216,19 +216,19 @@ class WindowPass(ABC):
                 if done == WARM_UP:
                     self.synchronize()
                     warm = time.monotonic()
-                due = done > WARM_UP and time.monotonic() - looked >= SECONDS_BETWEEN_LOOKS
-                if due or done in (FIRST_LOOK, self.windows):
+                due = done > WARM_UP and time.monotonic() - reported >= SECONDS_BETWEEN_REPORTS
+                if due or done in (FIRST_REPORT, self.windows):
                     with self.on_stream():
                         self._model.stack.recurrence.raise_if_failed()
                         losses_WP = self._losses_WP[:done].cpu()
-                    looked = time.monotonic()
-                    self.seconds = looked - began
-                    seconds_per_window = (looked - warm) / (done - WARM_UP if done > WARM_UP else done)
-                    self.looks = [
-                        self._look(losses_W, split=split, rates=own, seconds_per_window=seconds_per_window)
+                    reported = time.monotonic()
+                    self.seconds = reported - began
+                    seconds_per_window = (reported - warm) / (done - WARM_UP if done > WARM_UP else done)
+                    self.reports = [
+                        self._report(losses_W, split=split, rates=own, seconds_per_window=seconds_per_window)
                         for losses_W, own in zip(losses_WP.unbind(1), rates, strict=True)
                     ]
-                    finite = [at for at in self.looks if at.broken_at is None]
+                    finite = [at for at in self.reports if at.broken_at is None]
                     if not finite:
                         return
                     for at in finite:
@@ -239,7 +239,7 @@ class WindowPass(ABC):
             self.synchronize()
             raise
 
-    def _look(self, losses_W: Tensor, **facts: Any) -> DynamicProgress:
+    def _report(self, losses_W: Tensor, **facts: Any) -> DynamicProgress:
         done = len(losses_W)
         lengths_W = torch.full_like(losses_W, self.window)
         lengths_W[-1] = self.scored(done) // self._batch - self.window * (done - 1)
