@@ -164,7 +164,7 @@ class Bench:
             source = from_blocks(
                 log_prob_blocks(loaded.model, self.corpus.test),
                 contexts=self.corpus.test.numel() - 1,
-                vocabulary=loaded.model.words,
+                vocabulary=loaded.model.vocabulary_size,
                 description=f"{run.recipe}, seed {run.seed}, epoch {loaded.epoch}, on ptb's test text",
             )
             spectrum = streamed_spectrum(source, SpectrumOptions(method="gram", device=self.device))

@@ -219,7 +219,7 @@ def main() -> None:
                 if options.candidates and runs == 1:
                     ranked = [
                         sorted(
-                            feasible(d, hidden, batch, precision, gpu, multiprocessors=gpu.multiprocessors),
+                            feasible(d, hidden, batch, precision, gpu),
                             key=KernelPlan.microseconds,
                         )[1 : 1 + options.candidates]
                         for d in ("forward", "backward")

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,10 +28,10 @@ from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator, DynamicProgress, GradientStatistics, adapt
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.search import grid
-from sigsoftmax.lm.dynamic.window_gradients import window_count
-from sigsoftmax.lm.model.embedding import dropped_embedding, plain_embedding
+from sigsoftmax.lm.dynamic.windows import window_count
+from sigsoftmax.lm.model.embedding import dropped_embedding
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.model.regularization import MaskSampler, penalties, plain_penalties
+from sigsoftmax.lm.model.regularization import MaskSampler, penalties
 from sigsoftmax.lm.recipes import recipe, with_overrides
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.optimization import AveragedSgd
@@ -94,7 +95,7 @@ def operations() -> None:
 
         show(f"update, {optimizer.mode}", microseconds(update), microseconds(plainly(update)))
     generator = torch.Generator(device).manual_seed(0)
-    sampler = MaskSampler(config.model, words=WORDS, batch=batch, device=device, dtype=torch.bfloat16)
+    sampler = MaskSampler(config.model, vocabulary_size=WORDS, batch=batch, device=device, dtype=torch.bfloat16)
     show("all masks", microseconds(lambda: sampler.draw(generator), generator))
     weight = torch.randn(WORDS, width, device=device, requires_grad=True)
     for columns in (batch, 80):
@@ -104,20 +105,17 @@ def operations() -> None:
         outer = torch.randn(STEPS, columns, width, device=device).bfloat16()
 
         def embed(
-            function: Callable[..., Tensor],
-            arguments: tuple[Tensor, ...] = (tokens, weight, *masks),
-            outer: Tensor = outer,
+            arguments: tuple[Any, ...] = (tokens, weight, *masks, torch.bfloat16), outer: Tensor = outer
         ) -> object:
-            return torch.autograd.grad(function(*arguments, torch.bfloat16), weight, outer)
+            return torch.autograd.grad(dropped_embedding(*arguments), weight, outer)
 
-        times = [microseconds(lambda f=f: embed(f)) for f in (dropped_embedding, plain_embedding)]  # type: ignore[misc]
-        show(f"embedding, {columns} columns, with backward", *times)
+        show(f"embedding, {columns} columns, with backward", microseconds(embed), microseconds(plainly(embed)))
     outputs = [torch.randn(STEPS, batch, width, device=device).bfloat16().requires_grad_() for _ in range(2)]
 
-    def penalise(function: Callable[..., Tensor]) -> object:
-        return torch.autograd.grad(function(*outputs, activation=2.0, temporal_activation=1.0), outputs)
+    def penalise() -> object:
+        return torch.autograd.grad(penalties(*outputs, activation=2.0, temporal_activation=1.0), outputs)
 
-    show("penalties, with backward", *(microseconds(lambda f=f: penalise(f)) for f in (penalties, plain_penalties)))  # type: ignore[misc]
+    show("penalties, with backward", microseconds(penalise), microseconds(plainly(penalise)))
 
 
 def dynamic(corpus: Corpus) -> None:
@@ -161,7 +159,7 @@ def _dynamic_at_once(
         f"the grid of {points} on validation {seconds / len(rates) * points * validated:.0f} s",
         flush=True,
     )
-    windows = evaluator._pass
+    [windows] = evaluator._passes
     with torch.cuda.stream(torch.cuda.Stream()):
         windows._begin()
         windows._window(statistics.window)

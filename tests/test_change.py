@@ -90,7 +90,6 @@ LONGER = {
     "distributed/losses.py": {"linear_cross_entropy", "mixture_cross_entropy"},
     "losses/op.py": {"_fake_op"},
     "losses/log_probs_op.py": {"_fake_op"},
-    "lm/dynamic/search.py": {"search"},
     "lm/training/trainer.py": {"__init__"},
 }
 """public signatures, and the schemas of ops"""

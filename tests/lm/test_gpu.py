@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from tests.lm.masks import draw_masks
 from tests.lm.runs import epochs_of, small_recipe, small_trainer
 
 from sigsoftmax.lm.config import ModelConfig, TrainingConfig
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.model.regularization import WeightDrop, draw_masks
+from sigsoftmax.lm.model.regularization import WeightDrop
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.optimization import AveragedSgd
 from sigsoftmax.lm.training.precision import arithmetic

@@ -51,7 +51,7 @@ def test_temperature_zero_takes_the_likeliest(checkpoint):
 def test_draws_follow_the_probabilities(checkpoint):
     model = load_model(checkpoint).model
     generator = torch.Generator().manual_seed(0)
-    counts = torch.zeros(model.words)
+    counts = torch.zeros(model.vocabulary_size)
     for _ in range(400):
         counts[next(sampled_ids(model, [0], temperature=1.0, generator=generator))] += 1
     with torch.no_grad():

@@ -5,22 +5,22 @@ import math
 import pytest
 import torch
 from tests.lm.dynamic.test_evaluation import CONFIG, MODELS, RATES, TEXT, TRAIN, build, naive
+from tests.lm.masks import draw_masks
 
-from sigsoftmax.lm.dynamic.adapting_models import WIDEST_WINDOW, AdaptingModels, can_adapt
+from sigsoftmax.lm.dynamic.adapting_models import WIDEST_WINDOW, AdaptingModels, kernels_serve
 from sigsoftmax.lm.dynamic.evaluation import GradientStatistics
 from sigsoftmax.lm.dynamic.rates import Rates
-from sigsoftmax.lm.model.regularization import draw_masks
 
 SEVERAL = [RATES, Rates(learning_rate=1e-2, decay=3.0, epsilon=1e-4), Rates(learning_rate=0.0, decay=0.0)]
 
 
 def losses_of(model, statistics, rates, **options):
     adapting = AdaptingModels(model, statistics.rms, TEXT, models=len(rates), window=5, **options)
-    looks = []
-    adapting.restart(statistics.numbers(rates))
-    for _ in adapting.launch(looks.append):
+    adapting.restart(statistics.rates_of_steps(rates))
+    for _ in adapting.launch(lambda _: None, rates=rates):
         pass
-    return [look.loss for look in looks[-1]]
+    assert [at.rates for at in adapting.reports] == rates
+    return [at.loss for at in adapting.reports]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -42,11 +42,10 @@ def test_a_run_begins_anew_and_the_model_is_left_alone():
     adapting = AdaptingModels(model, statistics.rms, TEXT, models=2, window=5)
     losses = []
     for rates in (SEVERAL[:2], SEVERAL[1::-1]):
-        looks = []
-        adapting.restart(statistics.numbers(rates))
-        for _ in adapting.launch(looks.append):
+        adapting.restart(statistics.rates_of_steps(rates))
+        for _ in adapting.launch(lambda _: None, rates=rates):
             pass
-        losses.append([look.loss for look in looks[-1]])
+        losses.append([at.loss for at in adapting.reports])
     assert losses[0] == pytest.approx(losses[1][::-1], rel=1e-12)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -71,5 +70,5 @@ def test_one_that_diverges_does_not_disturb_the_others():
 
 def test_kernels_serve_float32_on_gpus_and_narrow_windows():
     model = build()
-    assert not can_adapt(model, 5)
-    assert not can_adapt(model.to("meta"), WIDEST_WINDOW + 1)
+    assert not kernels_serve(model, 5)
+    assert not kernels_serve(model.to("meta"), WIDEST_WINDOW + 1)

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.lm.dynamic.test_rates import sum_form
+from tests.lm.masks import draw_masks
 from tests.lm.naive_dynamic_evaluation import NaiveModel
 
 from sigsoftmax.lm.config import DynamicEvaluationConfig, ModelConfig
-from sigsoftmax.lm.dynamic import window_gradients
+from sigsoftmax.lm.dynamic import windows as window_gradients
+from sigsoftmax.lm.dynamic.adaptation import pull_and_step
 from sigsoftmax.lm.dynamic.evaluation import (
     DynamicEvaluation,
     DynamicEvaluator,
@@ -19,7 +22,6 @@ from sigsoftmax.lm.dynamic.evaluation import (
 )
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.model.regularization import draw_masks
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.records import Record
@@ -81,11 +83,11 @@ def test_statistics_are_those_of_the_naive_loop(name):
     statistics = GradientStatistics.of(model, TRAIN, CONFIG)
     sums, windows = naive(name, model).sums_of_squares(TRAIN, 4, 5)
     assert statistics.windows == windows == 10
-    assert statistics.tensors == len(sums) == len(list(model.parameters()))
+    assert len(statistics.rms) == len(sums) == len(list(model.parameters()))
     for parameter, expected in sums.items():
         torch.testing.assert_close(statistics.rms[parameter], (expected / windows).sqrt(), rtol=1e-9, atol=1e-14)
     assert statistics.mean == pytest.approx(
-        sum(float(tensor.mean()) for tensor in statistics.rms.values()) / statistics.tensors, rel=1e-12
+        sum(float(tensor.mean()) for tensor in statistics.rms.values()) / len(statistics.rms), rel=1e-12
     )
 
 
@@ -119,10 +121,10 @@ def test_the_two_scalings_agree_after_conversion(name):
     statistics = GradientStatistics.of(model, TRAIN, CONFIG)
     given = {"learning_rate": 8e-3, "decay": 0.3, "epsilon": 3e-4}
     expected = naive(name, model).sum_form(TRAIN, TEXT, batch=4, window=5, **given)
-    rates = Rates.from_sum_form(**given, windows=statistics.windows, tensors=statistics.tensors)
+    rates = Rates.from_sum_form(**given, windows=statistics.windows, tensors=len(statistics.rms))
     assert adapt(model, statistics, TEXT, rates).loss == pytest.approx(expected, rel=1e-9)
-    back = rates.to_sum_form(windows=statistics.windows, tensors=statistics.tensors)
-    assert naive(name, model).sum_form(TRAIN, TEXT, batch=4, window=5, **back._asdict()) == pytest.approx(expected)
+    back = sum_form(rates, windows=statistics.windows, tensors=len(statistics.rms))
+    assert naive(name, model).sum_form(TRAIN, TEXT, batch=4, window=5, **back) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -170,7 +172,7 @@ def test_no_dropout_whatever_the_rates_and_whatever_was_drawn_before():
 def test_every_tensor_counts_once_the_tied_matrix_and_what_the_function_learns_too(head, tensors):
     model = LanguageModel(ModelConfig(head=head, embedding=6, hidden=(7, 7, 6)), WORDS)
     statistics = GradientStatistics.of(model, TRAIN, CONFIG)
-    assert statistics.tensors == tensors
+    assert len(statistics.rms) == tensors
     assert statistics.mean == pytest.approx(
         sum(float(tensor.double().mean()) for tensor in statistics.rms.values()) / tensors
     )
@@ -191,10 +193,14 @@ def test_what_the_function_learns_adapts():
 # --- the way back ---------------------------------------------------------------------------------------------------
 
 
+def pulls(statistics, decay, **clipped):
+    rates_14 = statistics.rates_of_steps([Rates(learning_rate=0.0, decay=decay)], **clipped)
+    return [pull_and_step(rms, rates_14)[0][0] for rms in statistics.rms.values()]
+
+
 @pytest.mark.parametrize("decay", [0.0, 1e-3, 0.2, 3.0, 1e6])
 def test_the_way_back_is_never_overshot(statistics, decay):
-    shares = [torch.empty_like(tensor) for tensor in statistics.rms.values()]
-    statistics.pull(decay, shares)
+    shares = pulls(statistics, decay)
     for share, rms in zip(shares, statistics.rms.values(), strict=True):
         assert share.max() <= 1.0
         torch.testing.assert_close(share, (decay * rms / statistics.mean).clamp(max=1.0))
@@ -203,13 +209,11 @@ def test_the_way_back_is_never_overshot(statistics, decay):
 
 
 def test_a_clip_that_stays(statistics):
-    free, kept = ([torch.empty_like(tensor) for tensor in statistics.rms.values()] for _ in range(2))
-    statistics.pull(0.5, free)
-    statistics.pull(0.5, kept, clipped_for=2.0)
+    free, kept = pulls(statistics, 0.5), pulls(statistics, 0.5, clipped_for=2.0)
     for share, rms in zip(kept, statistics.rms.values(), strict=True):
         torch.testing.assert_close(share, 0.5 * (rms / statistics.mean).clamp(max=1.0 / 2.0))
     assert not all(torch.equal(a, b) for a, b in zip(free, kept, strict=True))
-    statistics.pull(0.5, kept, clipped_for=0.1)  # a smaller decay had clipped less
+    kept = pulls(statistics, 0.5, clipped_for=0.1)  # a smaller decay had clipped less
     assert all(torch.equal(a, b) for a, b in zip(free, kept, strict=True))
 
 
@@ -221,7 +225,7 @@ def test_the_model_is_the_same_bit_for_bit_and_a_run_can_be_repeated(model, stat
     evaluator = DynamicEvaluator(model, statistics, TEXT)
     losses = []
     for rates in (RATES, replace(RATES, learning_rate=1e-2), RATES):
-        assert len(list(evaluator.launch(rates))) == evaluator.windows == 9
+        assert len(list(evaluator.launch(rates))) == 9
         losses.append(evaluator.results()[0].loss)
         assert_same_bits(model, weights)
     assert losses[0] == losses[2] != losses[1]
@@ -263,6 +267,20 @@ def test_a_run_that_diverges_says_where_and_changes_nothing(model, statistics):
     assert (result.loss, result.tokens, result.complete) == (math.inf, 5, False)
 
 
+def test_runs_that_take_turns_are_the_runs_alone_even_if_one_diverges(model, statistics):
+    several = (RATES, replace(RATES, learning_rate=1e38), replace(RATES, learning_rate=1e-2))
+    evaluator = DynamicEvaluator(model, statistics, TEXT, at_once=3)
+    assert len(list(evaluator.launch(*several))) == 9
+    first, diverged, last = evaluator.results()
+    assert (diverged.loss, diverged.tokens, diverged.complete) == (math.inf, 5, False)
+    for result, rates in ((first, several[0]), (last, several[2])):
+        assert replace(result, chosen=True, seconds=0.0) == replace(adapt(model, statistics, TEXT, rates), seconds=0.0)
+    with pytest.raises(ValueError, match="as many rates as runs are made at once, 3, got 1"):
+        next(evaluator.launch(RATES))
+    with pytest.raises(ValueError, match="at_once must be at least 1 run, got 0"):
+        DynamicEvaluator(model, statistics, TEXT, at_once=0)
+
+
 def test_a_broken_model_has_no_statistics():
     model = build()
     with torch.no_grad():
@@ -286,7 +304,7 @@ def test_a_limit_makes_it_the_evaluation_of_the_beginning(model, statistics):
 
 def test_progress_tells_the_time_before_the_run_goes_on(model, statistics, monkeypatch):
     # However slow the machine is.
-    monkeypatch.setattr(window_gradients, "SECONDS_BETWEEN_LOOKS", math.inf)
+    monkeypatch.setattr(window_gradients, "SECONDS_BETWEEN_REPORTS", math.inf)
     seen: list[DynamicProgress] = []
     result = adapt(model, statistics, TEXT.repeat(3), RATES, progress=seen.append)
     first, last = seen[0], seen[-1]
@@ -295,8 +313,8 @@ def test_progress_tells_the_time_before_the_run_goes_on(model, statistics, monke
     assert first.seconds_left == pytest.approx(16 * first.seconds_per_window)
     assert first.seconds_left_in_all == first.seconds_left
     assert (last.window, last.loss, last.seconds_left) == (26, result.loss, 0.0)
-    assert last.perplexity == result.perplexity == math.exp(result.loss)
-    assert replace(first, loss=1e5).perplexity == math.inf
+    assert result.perplexity == math.exp(result.loss)
+    assert replace(result, loss=1e5).perplexity == math.inf
 
     of_statistics: list[DynamicProgress] = []
     GradientStatistics.of(model, TRAIN, CONFIG, progress=of_statistics.append)

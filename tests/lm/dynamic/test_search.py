@@ -9,7 +9,7 @@ import torch
 from sigsoftmax.lm.config import DynamicEvaluationConfig, ModelConfig
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator, GradientStatistics, adapt
 from sigsoftmax.lm.dynamic.rates import Rates
-from sigsoftmax.lm.dynamic.search import grid, in_turn, search
+from sigsoftmax.lm.dynamic.search import grid, search
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.trainer import Diverged
 
@@ -185,23 +185,6 @@ def test_progress_counts_what_is_left_of_the_grid(model, statistics):
     ]
     assert seen[-1].waiting == 0
     assert seen[0].at_once == 1
-
-
-def test_an_error_of_one_run_closes_the_others():
-    closed = []
-
-    def run(fails):
-        try:
-            yield
-            if fails:
-                raise RuntimeError("broken")
-            yield
-        finally:
-            closed.append(fails)
-
-    with pytest.raises(RuntimeError, match="broken"):
-        in_turn([run(False), run(True), run(False)])
-    assert sorted(closed) == [False, False, True]
 
 
 def test_bad_input(model, statistics):

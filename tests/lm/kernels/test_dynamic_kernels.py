@@ -4,10 +4,10 @@ import pytest
 import torch
 from tests.backends.triton.device import DEVICE
 from tests.lm.dynamic.test_evaluation import CONFIG, RATES, TEXT, TRAIN, build
+from tests.lm.kernels.plain import plain
 
-from sigsoftmax.lm import kernels
-from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, TokenSum, adapt_, plain_adapt_
-from sigsoftmax.lm.dynamic.adapting_models import can_adapt
+from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, TokenSum, adapt_
+from sigsoftmax.lm.dynamic.adapting_models import kernels_serve
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator, GradientStatistics
 from sigsoftmax.lm.dynamic.few_tokens import linear, linear_input_gradient, lstm, lstm_gate_gradients
 from sigsoftmax.lm.dynamic.rates import Rates
@@ -83,26 +83,27 @@ def test_the_step_is_that_of_plain_torch(models):
     ] + [random(models, *shape, seed=40) for shape in shapes[3:]]
     gradients[6] = TokenSum(random(models, 4, 2000, seed=41))
     rates = torch.tensor(RATES_P4[:models], device=DEVICE)
-    plain = [Adapted(weights.clone(), start, rms) for weights, start, rms in parameters]
+    expected = [Adapted(weights.clone(), start, rms) for weights, start, rms in parameters]
     adapt_(parameters, gradients, rates)
-    plain_adapt_(plain, gradients, rates)
-    for ours, theirs in zip(parameters, plain, strict=True):
+    plain(adapt_)(expected, gradients, rates)
+    for ours, theirs in zip(parameters, expected, strict=True):
         torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["softmax", "shifted_sigsoftmax", "moss"])
-def test_an_evaluation_is_that_of_plain_torch(name, monkeypatch):
+def test_an_evaluation_is_that_of_plain_torch(name):
     model = build(name).to(DEVICE)
     several = [RATES, Rates(learning_rate=1e-2, decay=0.5, epsilon=1e-4)]
-    with monkeypatch.context() as patched:
-        patched.setattr(kernels, "run_on", lambda *_: False)
-        statistics = GradientStatistics.of(model, TRAIN[:44], CONFIG)
-        expected = []
-        for rates in several:
-            plain = DynamicEvaluator(model, statistics, TEXT[:18])
-            assert len(list(plain.launch(rates))) == 4
-            expected += plain.results()
-    assert can_adapt(model, CONFIG.window)
+    statistics = plain(GradientStatistics.of)(model, TRAIN[:44], CONFIG)
+
+    @plain
+    def by_autograd(rates):
+        evaluator = DynamicEvaluator(model, statistics, TEXT[:18])
+        assert len(list(evaluator.launch(rates))) == 4
+        return evaluator.results()
+
+    expected = [result for rates in several for result in by_autograd(rates)]
+    assert kernels_serve(model, CONFIG.window)
     evaluator = DynamicEvaluator(model, statistics, TEXT[:18], at_once=2)
     for _ in evaluator.launch(*several):
         pass

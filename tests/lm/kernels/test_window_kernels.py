@@ -3,10 +3,11 @@
 import pytest
 import torch
 from tests.backends.triton.device import DEVICE, IS_INTERPRETED
+from tests.lm.kernels.plain import plain
 
 from sigsoftmax.lm import kernels
-from sigsoftmax.lm.model.embedding import dropped_embedding, plain_embedding
-from sigsoftmax.lm.model.regularization import penalties, plain_penalties
+from sigsoftmax.lm.model.embedding import dropped_embedding
+from sigsoftmax.lm.model.regularization import penalties
 from sigsoftmax.lm.training.optimization import AveragedSgd, joint_squares
 
 SHAPES = [(300, 40), (5,), (), (1,), (9000,), (0,), (3, 4)]
@@ -33,12 +34,6 @@ def run_sgd(device, updates, begin=None, skip=None, clip=0.25, scale=1.0):
     return [*parameters, *optimizer.state().values()]
 
 
-def plain_sgd(monkeypatch, *arguments, **options):
-    with monkeypatch.context() as patched:
-        patched.setattr(kernels, "run_on", lambda *_: False)
-        return run_sgd(*arguments, **options)
-
-
 def test_kernels_run_here():
     assert kernels.run_on(torch.zeros(1, device=DEVICE))
     assert not kernels.run_on(torch.zeros(1, device=DEVICE, dtype=torch.float64))
@@ -46,9 +41,9 @@ def test_kernels_run_here():
 
 @pytest.mark.parametrize("begin", [None, 0, 2])
 @pytest.mark.parametrize("clip", [0.25, 1e9])
-def test_updates_are_those_of_plain_torch(begin, clip, monkeypatch):
+def test_updates_are_those_of_plain_torch(begin, clip):
     ours = run_sgd(DEVICE, 5, begin, clip=clip)
-    theirs = plain_sgd(monkeypatch, DEVICE, 5, begin, clip=clip)
+    theirs = plain(run_sgd)(DEVICE, 5, begin, clip=clip)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -59,8 +54,8 @@ def test_repeated_updates_are_bitwise_equal():
 
 
 @pytest.mark.parametrize("by_kernels", [True, False])
-def test_an_error_flag_skips_the_update(by_kernels, monkeypatch):
-    run = run_sgd if by_kernels else lambda *args, **options: plain_sgd(monkeypatch, *args, **options)
+def test_an_error_flag_skips_the_update(by_kernels):
+    run = run_sgd if by_kernels else plain(run_sgd)
     flag = torch.ones((), dtype=torch.int32, device=DEVICE)
     for a, b in zip(run(DEVICE, 3, 0, skip=flag), run(DEVICE, 0, 0), strict=False):
         assert torch.equal(a, b)
@@ -69,24 +64,20 @@ def test_an_error_flag_skips_the_update(by_kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_gradients_that_are_no_numbers_end_in_parameters_that_are_none(broken, monkeypatch):
+def test_gradients_that_are_no_numbers_end_in_parameters_that_are_none(broken):
     def run():
         parameters = [torch.ones(3, device=DEVICE), torch.ones(2, device=DEVICE)]
         gradients = [torch.tensor([1.0, broken, 2.0], device=DEVICE), torch.ones(2, device=DEVICE)]
         AveragedSgd(parameters, clip=0.25, weight_decay=0.0).update(gradients, 1.0)
         return torch.cat(parameters)
 
-    ours = run()
-    monkeypatch.setattr(kernels, "run_on", lambda *_: False)
-    torch.testing.assert_close(ours, run(), equal_nan=True)
+    torch.testing.assert_close(run(), plain(run)(), equal_nan=True)
 
 
-def test_squares_are_those_of_plain_torch(monkeypatch):
+def test_squares_are_those_of_plain_torch():
     gradients = tensors_of(7)
     gradients[0] = gradients[0].T
-    ours = joint_squares(gradients).sum()
-    monkeypatch.setattr(kernels, "run_on", lambda *_: False)
-    torch.testing.assert_close(ours, joint_squares(gradients).sum())
+    torch.testing.assert_close(joint_squares(gradients).sum(), plain(joint_squares)(gradients).sum())
 
 
 @pytest.mark.parametrize(
@@ -106,7 +97,7 @@ def test_the_embedding_is_that_of_plain_torch(steps, batch, words, width, masked
     of_input = (random(1, batch + 1, width, seed=3) > 0.5).float()[:, 1:] * 1.4 if masked[1] else None
     outer = random(steps, batch, width, seed=4)
     found = []
-    for function in (dropped_embedding, plain_embedding):
+    for function in (dropped_embedding, plain(dropped_embedding)):
         output = function(tokens, weight, of_words, of_input, torch.float32)
         (gradient,) = torch.autograd.grad(output, weight, outer)
         found.append((output.detach(), gradient))
@@ -121,10 +112,12 @@ def test_the_embedding_is_that_of_plain_torch(steps, batch, words, width, masked
 def test_the_embedding_in_bf16():
     tokens, weight = torch.randint(30, (20, 4), device=DEVICE), random(30, 24, seed=1).requires_grad_()
     outer = random(20, 4, 24, seed=2).bfloat16()
-    ours, theirs = (f(tokens, weight, None, None, torch.bfloat16) for f in (dropped_embedding, plain_embedding))
+    ours, theirs = (
+        f(tokens, weight, None, None, torch.bfloat16) for f in (dropped_embedding, plain(dropped_embedding))
+    )
     assert torch.equal(ours, theirs)
     # Torch adds up rounded rows; these are float32.
-    exact = plain_embedding(tokens, weight, None, None, torch.float32)
+    exact = plain(dropped_embedding)(tokens, weight, None, None, torch.float32)
     expected = torch.autograd.grad(exact, weight, outer.float())[0]
     torch.testing.assert_close(torch.autograd.grad(ours, weight, outer)[0], expected, rtol=1e-5, atol=1e-5)
 
@@ -136,7 +129,7 @@ def test_penalties_are_those_of_plain_torch(steps, weights):
     ours, theirs = (
         function(raw, dropped, activation=weights[0], temporal_activation=weights[1])
         + 0.0 * (raw.sum() + dropped.sum())
-        for function in (penalties, plain_penalties)
+        for function in (penalties, plain(penalties))
     )
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(*(torch.autograd.grad(3.0 * total, [raw, dropped]) for total in (ours, theirs)), strict=True):

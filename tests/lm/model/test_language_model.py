@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from tests.lm.masks import draw_masks
 from torch.nn import functional as F
 
 from sigsoftmax import OutputFunction
 from sigsoftmax.lm.config import ModelConfig
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.model.regularization import Masks, draw_masks
+from sigsoftmax.lm.model.regularization import Masks
 
 AWD = ModelConfig()
 MOS_PTB = ModelConfig(head="mos(K=15)", embedding=280, hidden=(960, 960, 620), floor=1e-8, dropout_latent=0.29)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from tests.lm.masks import draw_masks
 
 from sigsoftmax.lm.config import ModelConfig
-from sigsoftmax.lm.model.regularization import MaskSampler, draw_masks, penalties
+from sigsoftmax.lm.model.regularization import MaskSampler, penalties
 
 CONFIG = ModelConfig(
     head="moss(K=3)",
@@ -55,7 +56,7 @@ def test_weight_masks_drop_single_elements():
 
 
 def test_masks_of_layers_have_the_dtype_of_the_lstm_and_those_of_the_embedding_do_not():
-    sampler = MaskSampler(CONFIG, words=1000, batch=5, device=torch.device("cpu"), dtype=torch.bfloat16)
+    sampler = MaskSampler(CONFIG, vocabulary_size=1000, batch=5, device=torch.device("cpu"), dtype=torch.bfloat16)
     masks, exact = sampler.draw(torch.Generator().manual_seed(3)), masks_of(seed=3)
     for name in ("words_V", "input_1BD"):
         assert torch.equal(getattr(masks, name), getattr(exact, name))

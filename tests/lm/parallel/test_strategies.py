@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from tests.distributed.ranks import end, on_ranks, start
 from tests.distributed.test_world import free_port
+from tests.lm.masks import draw_masks
 from tests.lm.runs import epochs_of, small_recipe, small_trainer
 
 from sigsoftmax import distributed
 from sigsoftmax.lm.config import ModelConfig, Recipe
-from sigsoftmax.lm.model.regularization import draw_masks
 from sigsoftmax.lm.parallel.alone import KINDS, Alone, divided
 from sigsoftmax.lm.parallel.strategies import DataTeam, told_by_first
 from sigsoftmax.lm.training import checkpoints

@@ -24,7 +24,6 @@ def gpu(monkeypatch):
     """A GPU that plans can be made for; what would be launched there is not."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(selection, "describe_gpu", lambda device, runs: H200)
-    monkeypatch.setattr(selection, "partition_of_gpu", lambda device: None)
     monkeypatch.setattr(selection, "_loaded_and_tried", lambda kernels, dtype, backward: None)
     return monkeypatch
 
@@ -58,7 +57,8 @@ def test_float32_is_served_with_tf32_products_alone(gpu):
 
 
 def test_a_partitioned_gpu_runs_on_torch(gpu):
-    gpu.setattr(selection, "partition_of_gpu", lambda device: "the GPU is partitioned (MIG)")
+    partitioned = replace(H200, partition="the GPU is partitioned (MIG)")
+    gpu.setattr(selection, "describe_gpu", lambda device, runs: partitioned)
     assert chosen() == Refusal("the GPU is partitioned (MIG)")
 
 
@@ -102,7 +102,7 @@ def test_plans_in_use_are_written_and_used_again(gpu):
     (used,) = recurrence.plans_in_use()
     assert used.forward.hidden == 1150
     # Another plan than the one that would be chosen, and one that fits.
-    *_, forward = feasible("forward", 1150, 20, "bf16", H200, multiprocessors=H200.multiprocessors)
+    *_, forward = feasible("forward", 1150, 20, "bf16", H200)
     assert forward != used.forward
     asked, other = replace(used, forward=forward), Recurrence()
     assert other.restore([asked], (1150,), 20, torch.bfloat16, CUDA) is None
@@ -151,7 +151,7 @@ def test_a_flag_that_is_set_becomes_an_exception_until_it_is_cleared():
             RecurrenceFailed, match=r"backward LSTM recurrence waited in vain.*SIGSOFTMAX_RECURRENCE=torch"
         ):
             recurrence.raise_if_failed()
-    recurrence.clear_error()
+    recurrence._flag.zero_()
     recurrence.raise_if_failed()
 
 

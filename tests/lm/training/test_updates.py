@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.lm.masks import draw_masks
 
 from sigsoftmax.lm.config import ModelConfig, TrainingConfig
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.model.regularization import draw_masks
 from sigsoftmax.lm.training.optimization import AveragedSgd
 from sigsoftmax.lm.training.updates import Updater
 

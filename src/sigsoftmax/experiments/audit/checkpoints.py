@@ -64,7 +64,7 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
     parameters = sum(parameter.numel() for parameter in model.parameters()) - model.output.weight.numel()
     return Source(
         name=path,
-        words=model.words,
+        words=model.vocabulary_size,
         dtype=str(model.output.weight.dtype).removeprefix("torch."),
         layer=HeadWeights(
             weight_Vd=model.output.weight.detach(),

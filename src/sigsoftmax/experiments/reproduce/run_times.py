@@ -22,7 +22,7 @@ from sigsoftmax.lm.data.corpus import Corpus, WindowLengths, batchify
 from sigsoftmax.lm.dynamic.evaluation import DynamicProgress, GradientStatistics, adapt
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.search import grid
-from sigsoftmax.lm.dynamic.window_gradients import window_count
+from sigsoftmax.lm.dynamic.windows import window_count
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.memory import check_model_fits
 from sigsoftmax.lm.training.evaluation import WINDOW, Evaluator

@@ -26,7 +26,7 @@ def log_output_blocks(model: LanguageModel, ids_L: Tensor) -> Iterator[Tensor]:
     """Blocks (T, V) in float32, in order: row t of all L - 1 holds the log-probabilities of word t + 1."""
     device = model.embedding.device
     text_R1 = batchify(ids_L, 1).to(device)
-    positions = max(1, min(MOST_POSITIONS, BLOCK_BYTES // (4 * model.words)))
+    positions = max(1, min(MOST_POSITIONS, BLOCK_BYTES // (4 * model.vocabulary_size)))
     states = model.zero_state(1)
     for window in evaluation_windows(text_R1.shape[0], positions):
         tokens = text_R1[window.start : window.start + window.length]

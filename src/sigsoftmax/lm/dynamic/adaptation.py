@@ -1,4 +1,4 @@
-"""The step of dynamic evaluation for several models at once, which share where they began and their statistics:
+"""The step of dynamic evaluation for several models at once, which share their start and their statistics:
 
     theta <- theta + min(decay D, 1) (theta0 - theta) - learning_rate g / (MS + epsilon)
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sigsoftmax.lm import kernels
 
-__all__ = ["Adapted", "Factors", "Gradient", "TokenSum", "adapt_", "plain_adapt_"]
+__all__ = ["Adapted", "Factors", "Gradient", "TokenSum", "adapt_", "pull_and_step"]
 
 
 class Factors(NamedTuple):
@@ -28,26 +28,26 @@ class Factors(NamedTuple):
     right_PTI: Tensor
 
     def dense(self) -> Tensor:
-        """(P, O, I)"""
+        """The gradient itself, (P, O, I)."""
         return self.left_PTO.mT @ self.right_PTI
 
 
 class TokenSum(NamedTuple):
-    """The gradient of a vector, the sum over tokens of theirs."""
+    """The gradient of a vector, the sum over tokens of their gradients."""
 
     of_tokens_PTO: Tensor
 
     def dense(self) -> Tensor:
-        """(P, O)"""
+        """The gradient itself, (P, O)."""
         return self.of_tokens_PTO.sum(dim=1)
 
 
 Gradient = Tensor | Factors | TokenSum
-"""of one parameter of all models; a tensor is (P, ...)"""
+"""The gradient of one parameter of all models; a tensor is (P, ...)."""
 
 
 class Adapted(NamedTuple):
-    """One parameter of all models, (P, ...), beside what they share."""
+    """One parameter of all models, (P, ...), beside the start and the statistics that they share."""
 
     weights: Tensor
     start: Tensor
@@ -63,26 +63,15 @@ def adapt_(parameters: Sequence[Adapted], gradients: Sequence[Gradient], rates_P
     if all(kernels.run_on(parameter.weights) for parameter in parameters):
         from sigsoftmax.lm.kernels import adaptation
 
-        pairs = list(zip(parameters, gradients, strict=True))
-        thin = [(parameter, gradient) for parameter, gradient in pairs if isinstance(gradient, Factors)]
-        others = [
-            (parameter, gradient.of_tokens_PTO if isinstance(gradient, TokenSum) else gradient.unsqueeze(1))
-            for parameter, gradient in pairs
-            if not isinstance(gradient, Factors)
-        ]
-        adaptation.adapt_thin_(thin, rates_P4)
-        adaptation.adapt_dense_(others, rates_P4)
-    else:
-        plain_adapt_(parameters, gradients, rates_P4)
-
-
-def plain_adapt_(parameters: Sequence[Adapted], gradients: Sequence[Gradient], rates_P4: Tensor) -> None:
-    """The same in plain torch, for every device and dtype."""
+        adaptation.adapt_(parameters, gradients, rates_P4)
+        return
     for (weights, start, rms), gradient in zip(parameters, gradients, strict=True):
-        dense = gradient if isinstance(gradient, Tensor) else gradient.dense()
-        learning_rate, decay, most, epsilon = (
-            rate.view(-1, *(1,) * rms.ndim).to(rms.dtype) for rate in rates_P4.unbind(1)
-        )
-        pull = torch.minimum(rms * decay, most)
+        pull, step = pull_and_step(rms, rates_P4)
         weights.lerp_(start.expand_as(weights), pull)
-        weights.addcmul_(learning_rate / (rms + epsilon), dense, value=-1.0)
+        weights.addcmul_(step, gradient if isinstance(gradient, Tensor) else gradient.dense(), value=-1.0)
+
+
+def pull_and_step(rms: Tensor, rates_P4: Tensor) -> tuple[Tensor, Tensor]:
+    """min(decay D, 1) and learning_rate / (MS + epsilon) of one parameter for each model, (P, ...)."""
+    learning_rate, decay, most, epsilon = (rate.view(-1, *(1,) * rms.ndim).to(rms) for rate in rates_P4.unbind(1))
+    return torch.minimum(rms * decay, most), (rms + epsilon).reciprocal_().mul_(learning_rate)

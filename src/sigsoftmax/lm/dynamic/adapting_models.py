@@ -1,18 +1,18 @@
-"""Copies of a model that go over a text side by side and adapt to it, each at rates of its own.
+"""Copies of a model that go over a text and adapt to it: one by autograd on any device, several side by side on a GPU.
 
-A window is a few tokens, so that all that counts is how often weights are read and written. Forward and backward are
-written out (``few_tokens``), so that gradients of matrices stay thin factors and the step (``adaptation``) forms them
-while it reads the weights. Everything is in the dtype of the weights: products of a few tokens in another precision
-would save nothing.
+A window is a few tokens, so that on a GPU all that counts is how often weights are read and written. There forward and
+backward are written out (``few_tokens``), so that gradients of matrices stay thin factors and the step (``adaptation``)
+forms them while it reads the weights. Everything is in the dtype of the weights: products of a few tokens in another
+precision would save nothing.
 
-Shapes: P models, T tokens, V words, D embedding, H hidden of the last layer.
+Shapes: L tokens of a text, P models, T tokens of a window, V vocabulary, D embedding, H hidden of the last layer.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from sigsoftmax.layers.mixture import MixtureOutputLayer
 from sigsoftmax.layers.output_layer import OutputLayer
 from sigsoftmax.lm import kernels
-from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, Gradient, TokenSum, adapt_
+from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, Gradient, TokenSum, adapt_, pull_and_step
 from sigsoftmax.lm.dynamic.few_tokens import LstmSteps, linear, linear_input_gradient, lstm, lstm_gate_gradients
-from sigsoftmax.lm.dynamic.window_gradients import WindowPass
+from sigsoftmax.lm.dynamic.windows import PassOptions, WindowGradients, WindowPass, trainable_copy
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over
 from sigsoftmax.lm.training.precision import arithmetic
 from sigsoftmax.losses import functional
 
-__all__ = ["WIDEST_WINDOW", "AdaptingModels", "can_adapt"]
+__all__ = ["WIDEST_WINDOW", "AdaptingModels", "OneAdaptingModel", "kernels_serve"]
 
 WIDEST_WINDOW = 16
 """tokens; with more of them products are no longer bound by memory, and their sums no longer fit into registers"""
@@ -39,9 +39,38 @@ ALIGNMENT = 16
 Gradients = dict[str, Gradient]
 
 
-def can_adapt(model: LanguageModel, window: int) -> bool:
-    """Whether kernels make passes of these windows fast."""
+def kernels_serve(model: LanguageModel, window: int) -> bool:
+    """Tell whether kernels make passes of these windows fast, so that several models go side by side."""
     return window <= WIDEST_WINDOW and all(map(kernels.run_on, model.parameters()))
+
+
+class OneAdaptingModel(WindowGradients):
+    """A copy of one model, by autograd and plain torch on any device. Its memory is about five times the weights."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        rms: Mapping[str, Tensor],
+        ids_L: Tensor,
+        *,
+        window: int,
+        **options: Unpack[PassOptions],
+    ) -> None:
+        adapted = trainable_copy(model)
+        super().__init__(adapted, ids_L.unsqueeze(1), self._update, window=window, **options)
+        self._start, self._weights = ([p.detach() for p in own.parameters()] for own in (model, adapted))
+        self._rms = [rms[name] for name, _ in model.named_parameters()]
+        self._pull, self._step = ([torch.empty_like(weights) for weights in self._weights] for _ in range(2))
+
+    def restart(self, rates_14: Tensor) -> None:
+        """Put the model back to where it began, and set its rates (see ``adapt_``)."""
+        torch._foreach_copy_(self._weights, self._start)
+        for rms, *kept in zip(self._rms, self._pull, self._step, strict=True):
+            torch._foreach_copy_(kept, [new[0] for new in pull_and_step(rms, rates_14)])
+
+    def _update(self, gradients: list[Tensor]) -> None:
+        torch._foreach_lerp_(self._weights, self._start, self._pull)
+        torch._foreach_addcmul_(self._weights, self._step, gradients, value=-1.0)
 
 
 class AdaptingModels(WindowPass):
@@ -55,11 +84,12 @@ class AdaptingModels(WindowPass):
         *,
         models: int,
         window: int,
-        limit: int | None = None,
-        capture: bool = True,
+        **options: Unpack[PassOptions],
     ) -> None:
         device, dtype = model.embedding.device, model.embedding.dtype
-        super().__init__(device, ids_L.unsqueeze(1), window=window, models=models, limit=limit, capture=capture)
+        super().__init__(model, ids_L.unsqueeze(1), window=window, models=models, **options)
+        # Whatever precision is asked for, since no other could save time.
+        self.precision = "float32"
         self._adapted: dict[str, Adapted] = {}
         for name, parameter in model.named_parameters():
             start, own_rms = parameter.detach(), rms[name]
@@ -67,22 +97,18 @@ class AdaptingModels(WindowPass):
             if name.startswith("stack.") and start.ndim == 2:
                 weights = _aligned(weights.shape, start)
                 start, own_rms = (_aligned(start.shape, start).copy_(tensor) for tensor in (start, own_rms))
-            self._adapted[name] = Adapted(weights.copy_(start.expand_as(weights)), start, own_rms)
+            self._adapted[name] = Adapted(weights, start, own_rms)
         self._rates_P4 = torch.zeros(models, 4, dtype=dtype, device=device)
         self._outputs = [self._output_of(model, index) for index in range(models)]
-        self._states = [
-            LayerState(*(torch.zeros(models, width, dtype=dtype, device=device) for _ in LayerState._fields))
-            for width in model.config.hidden
-        ]
+        self._states = [LayerState(*(part[0] for part in state)) for state in model.zero_state(models, dtype)]
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        layers = range(1, len(self._states))
-        self._adapted_aside = {name for index in layers for name in _of_layer(index)}
-        """as soon as their gradients are known"""
-        self._vocabulary_V = torch.arange(model.words, device=device)
+        """the stream on which layers adapt while the layers below are computed"""
+        self._adapted_aside = {name for index in range(1, len(self._states)) for name in _of_layer(index)}
+        """parameters that adapt as soon as their gradients are known"""
+        self._vocabulary_V = torch.arange(model.vocabulary_size, device=device)
 
     def restart(self, rates_P4: Tensor) -> None:
         """Put all models back to where they began, and set their rates (see ``adapt_``)."""
-        self.synchronize()
         self._rates_P4.copy_(rates_P4)
         for weights, start, _ in self._adapted.values():
             weights.copy_(start.expand_as(weights))
@@ -99,30 +125,24 @@ class AdaptingModels(WindowPass):
     def _weights(self, name: str) -> Tensor:
         return self._adapted[name].weights
 
-    def _carried(self) -> Sequence[LayerState]:
-        return self._states
-
     @torch.no_grad()
     def _compute(self, tokens_TB: Tensor, targets_TB: Tensor) -> Tensor:
         tokens_T, targets_T = tokens_TB[:, 0], targets_TB[:, 0]
         with arithmetic("float32", self.device):
             inputs, steps = self._forward(tokens_T)
             hidden_PTH = steps[-1].hidden[1:].transpose(0, 1).contiguous()
-            if isinstance(self._outputs[0], MixtureOutputLayer):
-                loss_P, gradient_PSTH, gradients = self._mixture(hidden_PTH, targets_T)
-            else:
-                loss_P, gradient_PSTH, gradients = self._single(hidden_PTH, targets_T)
+            head = self._mixture if isinstance(self._outputs[0], MixtureOutputLayer) else self._single
+            loss_P, gradient_PSTH, gradients = head(hidden_PTH, targets_T)
             gradient_PTD = self._backward(gradient_PSTH, inputs, steps, gradients)
             self._add_rows(gradients, tokens_T, gradient_PTD)
             self._adapt([name for name in gradients if name not in self._adapted_aside], gradients)
-            self._join()
+            if self._side is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._side)
         carry_over(self._states, [LayerState(step.hidden[-1], step.cell[-1]) for step in steps])
         return loss_P
 
-    # --- recurrent layers -----------------------------------------------------------------------------------------
-
     def _forward(self, tokens_T: Tensor) -> tuple[list[Tensor], list[LstmSteps]]:
-        """The inputs of all layers, and what they make of them."""
+        """The inputs of all layers, and their steps."""
         inputs, steps = [self._weights("embedding").index_select(1, tokens_T)], list[LstmSteps]()
         for index, state in enumerate(self._states):
             weight_ih, weight_hh, *biases = (self._weights(name) for name in _of_layer(index))
@@ -131,7 +151,7 @@ class AdaptingModels(WindowPass):
         return inputs[:-1], steps
 
     def _backward(self, gradient: Tensor, inputs: list[Tensor], steps: list[LstmSteps], gradients: Gradients) -> Tensor:
-        """Adds the gradients of all layers to the others, and returns that of the first one's input."""
+        """Add the gradients of all layers to the others, and return that of the first one's input."""
         for index in reversed(range(len(steps))):
             names = _of_layer(index)
             of_gates = lstm_gate_gradients(gradient, self._weights(names[1]), steps[index])
@@ -140,57 +160,41 @@ class AdaptingModels(WindowPass):
             gradients[names[2]] = gradients[names[3]] = TokenSum(of_gates)
             gradient = linear_input_gradient(of_gates, self._weights(names[0]))
             if index > 0:
-                with self._aside():
+                # Steps wait for memory, and the recurrence of the layer below for its own last step.
+                if self._side is not None:
+                    self._side.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(self._side):
                     self._adapt(names, gradients)
         return gradient.sum(dim=1)
-
-    # --- the step -------------------------------------------------------------------------------------------------
 
     def _adapt(self, names: Sequence[str], gradients: Gradients) -> None:
         adapt_([self._adapted[name] for name in names], [gradients[name] for name in names], self._rates_P4)
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """On a second stream: steps wait for memory, and the recurrence of the layer below for its own last step."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
-            yield
-
-    def _join(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
-
-    # --- heads: the loss of each model, the gradient of the hidden vectors in parts, those of the head's parameters ---
-
     def _single(self, hidden_PTD: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Gradients]:
+        """The loss of each model, the gradient of the hidden vectors in parts, and those of the head's parameters."""
         logits_PTV = linear(hidden_PTD, self._weights("embedding"), self._weights("output.bias")).requires_grad_()
-        models, tokens, words = logits_PTV.shape
-        learned = [list(output.function_parameters.values()) for output in self._outputs]
-        # What a function has learned differs between models after the first window.
-        shares = [slice(None)] if not learned[0] else [slice(p, p + 1) for p in range(models)]
-        losses = []
+        names = list(self._outputs[0].function_parameters)
+        learned = [output.function_parameters[name] for name in names for output in self._outputs]
         with torch.enable_grad():
-            for share, output in zip(shares, self._outputs, strict=False):
-                own = logits_PTV[share].reshape(-1, words)
-                repeated = targets_T.repeat(len(own) // tokens)
-                losses.append(functional.cross_entropy(own, repeated, function=output.function, reduction="none"))
-            loss_PT = torch.cat(losses).view(models, tokens) if len(losses) > 1 else losses[0].view(models, tokens)
-            loss_P = loss_PT.mean(dim=1)
-            parameters = [parameter for own in learned for parameter in own]
-            of_logits, *of_parameters = torch.autograd.grad(loss_P.sum(), [logits_PTV, *parameters])
-        gradients: Gradients = {
-            "embedding": Factors(of_logits, hidden_PTD),
-            "output.bias": TokenSum(of_logits),
-        }
-        for place, name in enumerate(self._outputs[0].function_parameters):
-            of_models = of_parameters[place :: len(learned[0])]
+            # The parameters that a function learns differ between models after the first window.
+            parts = logits_PTV.split(1) if learned else [logits_PTV]
+            losses = [
+                functional.cross_entropy(
+                    part.flatten(0, 1), targets_T.repeat(len(part)), function=output.function, reduction="none"
+                )
+                for part, output in zip(parts, self._outputs, strict=False)
+            ]
+            loss_N = torch.cat(losses) if len(losses) > 1 else losses[0]
+            loss_P = loss_N.view(len(hidden_PTD), -1).mean(dim=1)
+            of_logits, *of_learned = torch.autograd.grad(loss_P.sum(), [logits_PTV, *learned])
+        gradients: Gradients = {"embedding": Factors(of_logits, hidden_PTD), "output.bias": TokenSum(of_logits)}
+        for index, name in enumerate(names):
+            of_models = of_learned[index * len(hidden_PTD) : (index + 1) * len(hidden_PTD)]
             gradients[f"output.function_parameters.{name}"] = torch.stack(of_models)
         return loss_P.detach(), linear_input_gradient(of_logits, self._weights("embedding")), gradients
 
     def _mixture(self, hidden_PTH: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor, Gradients]:
+        """The same for a mixture."""
         losses, found = [], []
         for output, hidden_TH in zip(self._outputs, hidden_PTH, strict=True):
             hidden_TH = hidden_TH.detach().requires_grad_()
@@ -204,13 +208,11 @@ class AdaptingModels(WindowPass):
 
     def _add_rows(self, gradients: Gradients, tokens_T: Tensor, rows_PTD: Tensor) -> None:
         """Add the input's share to the gradient of the tied matrix: its rows at the tokens."""
-        is_token_TV = (tokens_T.unsqueeze(1) == self._vocabulary_V).to(rows_PTD.dtype)
-        is_token_PTV = is_token_TV.expand(len(rows_PTD), -1, -1)
+        is_token_PTV = (tokens_T.unsqueeze(1) == self._vocabulary_V).to(rows_PTD.dtype).expand(len(rows_PTD), -1, -1)
         of_head = gradients["embedding"]
         if isinstance(of_head, Factors):
-            gradients["embedding"] = Factors(
-                torch.cat([of_head.left_PTO, is_token_PTV], dim=1), torch.cat([of_head.right_PTI, rows_PTD], dim=1)
-            )
+            both = zip(of_head, (is_token_PTV, rows_PTD), strict=True)
+            gradients["embedding"] = Factors(*(torch.cat(pair, dim=1) for pair in both))
         else:
             assert isinstance(of_head, Tensor)
             gradients["embedding"] = torch.baddbmm(of_head, is_token_PTV.mT, rows_PTD)

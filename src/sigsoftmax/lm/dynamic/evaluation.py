@@ -16,27 +16,33 @@ The text is then read at batch 1. The loss of a window is recorded, and only the
 There are no masks, no penalties, no clipping of gradients and no weight decay. The model that is given is never
 changed: a copy of it adapts, whatever ends the run.
 
-Shapes: L words of a text.
+Shapes: L tokens of a text, P runs at once.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self, Unpack
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.lm.config import DynamicEvaluationConfig
 from sigsoftmax.lm.data.corpus import batchify
-from sigsoftmax.lm.dynamic.adapting_models import AdaptingModels, can_adapt
+from sigsoftmax.lm.dynamic.adapting_models import AdaptingModels, OneAdaptingModel, kernels_serve
 from sigsoftmax.lm.dynamic.rates import Rates
-from sigsoftmax.lm.dynamic.window_gradients import Look, WindowGradients, WindowPass, check_text, trainable_copy
+from sigsoftmax.lm.dynamic.windows import (
+    DynamicProgress,
+    PassOptions,
+    Watch,
+    WindowGradients,
+    check_text,
+    in_turn,
+    trainable_copy,
+)
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.training.precision import check_precision
 from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, RunIdentity, perplexity_of
 
@@ -47,43 +53,6 @@ __all__ = [
     "GradientStatistics",
     "adapt",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DynamicProgress:
-    """Where a run stands, for whoever watches. The first comes after a few windows, and tells how long it will take."""
-
-    split: str
-    """``train`` while the statistics are gathered"""
-    rates: Rates | None
-    window: int
-    """the last one done"""
-    windows: int
-    loss: float
-    """so far"""
-    seconds_per_window: float
-    waiting: int = 0
-    """windows of runs that have not begun"""
-    at_once: int = 1
-    """runs that share the device"""
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity_of(self.loss)
-
-    @property
-    def seconds_left(self) -> float:
-        """of this run"""
-        return self.seconds_per_window * (self.windows - self.window)
-
-    @property
-    def seconds_left_in_all(self) -> float:
-        """until the last of the runs that wait has ended"""
-        return self.seconds_left + self.seconds_per_window * self.waiting / self.at_once
-
-
-Watch = Callable[[DynamicProgress], None]
-NOTHING_DONE = Look(0, math.nan, None, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,10 +66,6 @@ class GradientStatistics:
     windows: int
     window: int
 
-    @property
-    def tensors(self) -> int:
-        return len(self.rms)
-
     @classmethod
     def of(
         cls,
@@ -109,33 +74,14 @@ class GradientStatistics:
         config: DynamicEvaluationConfig,
         *,
         precision: str = "float32",
-        progress: Watch | None = None,
+        progress: Watch = lambda _: None,
         capture: bool = True,
     ) -> Self:
-        """One pass over the training text in ``config.statistics_batch`` columns."""
-        check_text(train_ids_L, model.words)
+        """Gather the statistics in one pass over the training text in ``config.statistics_batch`` columns."""
+        check_text(train_ids_L, model.vocabulary_size)
         fixed = trainable_copy(model)
-        squares = [torch.zeros_like(parameter) for parameter in fixed.parameters()]
-
-        def look(looks: list[Look]) -> None:
-            [at] = looks
-            if at.broken_at is not None:
-                raise Diverged(
-                    f"the loss is not finite at window {at.broken_at:,} of the training text, whose gradients are "
-                    "asked for; the model is broken: take an earlier checkpoint"
-                )
-            if progress is not None:
-                progress(
-                    DynamicProgress(
-                        split="train",
-                        rates=None,
-                        window=at.windows,
-                        windows=gradients.windows,
-                        loss=at.loss,
-                        seconds_per_window=at.seconds_per_window,
-                    )
-                )
-
+        rms = {name: torch.zeros_like(parameter) for name, parameter in fixed.named_parameters()}
+        squares = list(rms.values())
         gradients = WindowGradients(
             fixed,
             batchify(train_ids_L, config.statistics_batch),
@@ -144,8 +90,14 @@ class GradientStatistics:
             precision=precision,
             capture=capture,
         )
-        for _ in gradients.launch(look):
+        for _ in gradients.launch(progress):
             pass
+        [last] = gradients.reports
+        if last.broken_at is not None:
+            raise Diverged(
+                f"the loss is not finite at window {last.broken_at:,} of the training text, whose gradients are asked "
+                "for; the model is broken: take an earlier checkpoint"
+            )
         with gradients.on_stream():
             torch._foreach_div_(squares, float(gradients.windows))
             torch._foreach_sqrt_(squares)
@@ -155,15 +107,13 @@ class GradientStatistics:
                 f"the mean of the gradients' root mean squares must be a positive number, got {mean}; the model does "
                 "not learn from this text, or is broken"
             )
-        names = [name for name, _ in fixed.named_parameters()]
-        return cls(
-            rms=dict(zip(names, squares, strict=True)), mean=mean, windows=gradients.windows, window=config.window
-        )
+        return cls(rms=rms, mean=mean, windows=gradients.windows, window=config.window)
 
     def to(self, device: torch.device) -> Self:
         return replace(self, rms={name: tensor.to(device) for name, tensor in self.rms.items()})
 
     def check_fits(self, model: LanguageModel) -> None:
+        """Refuse a model whose parameters have other names or shapes."""
         theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         ours = {name: tuple(tensor.shape) for name, tensor in self.rms.items()}
         for name in theirs | ours:
@@ -173,38 +123,21 @@ class GradientStatistics:
                     f"them and {theirs.get(name, 'of nothing')} in the model; gather them with this model"
                 )
 
-    @torch.no_grad()
-    def pull(self, decay: float, out: Sequence[Tensor], *, clipped_for: float = 0.0) -> None:
-        """Write min(decay D, 1) of each parameter to ``out``.
+    def rates_of_steps(self, rates: Sequence[Rates], *, clipped_for: float = 0.0) -> Tensor:
+        """The numbers that the steps of each run are computed from, (P, 4); see ``adapt_``.
 
         ``clipped_for`` is a larger decay that D was clipped for before, and stays clipped for.
         """
-        most = _most(decay, clipped_for)
-        for tensor, share in zip(self.rms.values(), out, strict=True):
-            torch.mul(tensor, decay / self.mean, out=share).clamp_(max=most)
-
-    @torch.no_grad()
-    def steps(self, rates: Rates, out: Sequence[Tensor]) -> None:
-        """Write learning_rate / (MS + epsilon) of each parameter to ``out``."""
-        for tensor, step in zip(self.rms.values(), out, strict=True):
-            torch.add(tensor, rates.epsilon, out=step).reciprocal_().mul_(rates.learning_rate)
-
-    def numbers(self, rates: Sequence[Rates], *, clipped_for: float = 0.0) -> Tensor:
-        """(P, 4): what pull and steps are computed from, for models that do it in every step (see ``adapt_``)."""
-        return torch.tensor(
-            [(one.learning_rate, one.decay / self.mean, _most(one.decay, clipped_for), one.epsilon) for one in rates],
-            dtype=torch.float64,
-        )
-
-
-def _most(decay: float, clipped_for: float) -> float:
-    """The bound of min(decay D, 1), if D was clipped for another decay before."""
-    return 1.0 if decay >= clipped_for else decay / clipped_for
+        numbers = []
+        for one in rates:
+            most = 1.0 if one.decay >= clipped_for else one.decay / clipped_for
+            numbers.append((one.learning_rate, one.decay / self.mean, most, one.epsilon))
+        return torch.tensor(numbers, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicEvaluation:
-    """One run on one text."""
+    """The result of one run on one text."""
 
     split: str
     rates: Rates
@@ -212,13 +145,13 @@ class DynamicEvaluation:
     loss: float
     """mean over the tokens scored, in nats; infinite if the run diverged"""
     tokens: int
-    """scored: all but the first of the text, or those before a limit, or before the run diverged"""
+    """number of tokens scored: all but the first of the text, or those before a limit, or before the run diverged"""
     complete: bool
     """whether the whole text was scored"""
     chosen: bool = False
     """whether these rates won on validation, or are the only ones"""
     precision: str = "float32"
-    """of the windows"""
+    """arithmetic of the windows"""
     seconds: float
 
     @property
@@ -226,42 +159,23 @@ class DynamicEvaluation:
         return perplexity_of(self.loss)
 
     def record(self, run: RunIdentity) -> DynamicEvaluationRecord:
-        return DynamicEvaluationRecord(
-            run=run,
-            split=self.split,
-            learning_rate=self.rates.learning_rate,
-            decay=self.rates.decay,
-            epsilon=self.rates.epsilon,
-            window=self.window,
-            loss=self.loss,
-            tokens=self.tokens,
-            complete=self.complete,
-            chosen=self.chosen,
-            precision=self.precision,
-            seconds=self.seconds,
-        )
+        flat = vars(self) | vars(self.rates)
+        del flat["rates"]
+        return DynamicEvaluationRecord(run=run, **flat)
 
     @classmethod
     def of_record(cls, record: DynamicEvaluationRecord) -> Self:
-        return cls(
-            split=record.split,
-            rates=Rates(learning_rate=record.learning_rate, decay=record.decay, epsilon=record.epsilon),
-            window=record.window,
-            loss=record.loss,
-            tokens=record.tokens,
-            complete=record.complete,
-            chosen=record.chosen,
-            precision=record.precision,
-            seconds=record.seconds,
-        )
+        rates = Rates(learning_rate=record.learning_rate, decay=record.decay, epsilon=record.epsilon)
+        return cls(rates=rates, **{own.name: getattr(record, own.name) for own in fields(cls) if own.name != "rates"})
 
 
 class DynamicEvaluator:
     """Evaluates one text at any rates, as often as asked; on a GPU by replaying a graph.
 
-    On a GPU ``at_once`` copies of the model adapt side by side, which is faster than one after the other; elsewhere,
-    and with wide windows, it must be 1. Memory is the weights once for each copy and, on a GPU, little more; elsewhere
-    about five times the weights. The start and the statistics are shared with other evaluators.
+    ``at_once`` copies of the model adapt at once: side by side in one pass on a GPU, which is faster than one after the
+    other; elsewhere, and with wide windows, in as many passes that take turns. Memory is the weights once for each copy
+    and, on a GPU, little more; elsewhere about five times the weights. The start and the statistics are shared with
+    other evaluators.
     """
 
     def __init__(
@@ -272,143 +186,68 @@ class DynamicEvaluator:
         *,
         split: str = "test",
         at_once: int = 1,
-        limit: int | None = None,
-        precision: str = "float32",
-        progress: Watch | None = None,
-        capture: bool = True,
+        progress: Watch = lambda _: None,
+        **options: Unpack[PassOptions],
     ) -> None:
-        check_text(ids_L, model.words)
+        check_text(ids_L, model.vocabulary_size)
         statistics.check_fits(model)
-        in_order = {name: statistics.rms[name] for name, _ in model.named_parameters()}
-        statistics = replace(statistics, rms=in_order).to(model.embedding.device)
-        self._split, self._progress, self._at_once = split, progress, at_once
-        self._precision: str = check_precision(precision, model.embedding.device)
-        self._pass: WindowPass
-        if can_adapt(model, statistics.window):
-            # In float32 whatever is asked for, since nothing else could save time.
-            self._precision = "float32"
-            adapting = AdaptingModels(
-                model, in_order, ids_L, models=at_once, window=statistics.window, limit=limit, capture=capture
-            )
-            self._pass = adapting
-
-            def restart(rates: Sequence[Rates], clipped_for: float) -> None:
-                adapting.restart(statistics.numbers(rates, clipped_for=clipped_for))
-
+        if at_once < 1:
+            raise ValueError(f"at_once must be at least 1 run, got {at_once}")
+        self._statistics = statistics.to(model.embedding.device)
+        self._split, self._progress, self.at_once = split, progress, at_once
+        rms, window = self._statistics.rms, statistics.window
+        self._passes: Sequence[OneAdaptingModel | AdaptingModels]
+        if kernels_serve(model, window):
+            self._passes = [AdaptingModels(model, rms, ids_L, models=at_once, window=window, **options)]
         else:
-            if at_once != 1:
-                raise ValueError(
-                    f"at_once must be 1 on {model.embedding.device} with windows of {statistics.window}, got {at_once}"
-                )
-            one = _OneModel(model, statistics, ids_L, limit=limit, precision=precision, capture=capture)
-            self._pass, restart = one.windows, one.restart
-        self._restart = restart
-        self._complete = self._pass.scored() == ids_L.numel() - 1
-        self._rates: tuple[Rates, ...] = ()
-        self._began = self._seconds = 0.0
-        self._last_looks = [NOTHING_DONE]
-
-    @property
-    def windows(self) -> int:
-        return self._pass.windows
-
-    @property
-    def scored(self) -> int:
-        """Tokens of a run."""
-        return self._pass.scored()
+            self._passes = [OneAdaptingModel(model, rms, ids_L, window=window, **options) for _ in range(at_once)]
+        self._complete = self._passes[0].scored() == ids_L.numel() - 1
 
     def launch(self, *rates: Rates, clipped_for: float = 0.0) -> Generator[None, None, None]:
-        """One run from the start at each of the rates; gives its work to the device window by window.
+        """Make one run from the start at each of the rates; gives its work to the device window by window.
 
         :meth:`results` waits for it. Raises :class:`Diverged` once every run has a loss that is not finite.
-        ``clipped_for``: see :meth:`GradientStatistics.pull`.
+        ``clipped_for``: see :meth:`GradientStatistics.rates_of_steps`.
         """
-        if len(rates) != self._at_once:
-            raise ValueError(f"give as many rates as runs are made at once, {self._at_once}, got {len(rates)}")
-        self._began, self._rates, self._last_looks = time.monotonic(), rates, [NOTHING_DONE] * len(rates)
-        # On the stream of the caller, for which the pass waits.
-        self._pass.synchronize()
-        self._restart(rates, clipped_for)
-        yield from self._pass.launch(self._look)
-
-    def results(self) -> list[DynamicEvaluation]:
-        """The last runs, which have ended, in the order of their rates. If one diverged, its loss is infinite."""
-        if not self._rates or any(at.broken_at is None and at.windows < self.windows for at in self._last_looks):
-            raise ValueError("there is no result before a run has ended; go through launch() first")
-        return [
-            DynamicEvaluation(
-                split=self._split,
-                rates=rates,
-                window=self._pass.window,
-                loss=at.loss if at.broken_at is None else math.inf,
-                tokens=self._pass.scored(None if at.broken_at is None else at.broken_at - 1),
-                complete=self._complete and at.broken_at is None,
-                precision=self._precision,
-                seconds=self._seconds,
-            )
-            for rates, at in zip(self._rates, self._last_looks, strict=True)
-        ]
-
-    def _look(self, looks: list[Look]) -> None:
-        self._last_looks, self._seconds = looks, time.monotonic() - self._began
-        if all(at.broken_at is not None for at in looks):
+        if len(rates) != self.at_once:
+            raise ValueError(f"give as many rates as runs are made at once, {self.at_once}, got {len(rates)}")
+        models = self.at_once // len(self._passes)
+        runs = []
+        for index, one in enumerate(self._passes):
+            own = rates[index * models : (index + 1) * models]
+            # On the stream of the caller, for which the pass waits.
+            one.synchronize()
+            one.restart(self._statistics.rates_of_steps(own, clipped_for=clipped_for))
+            runs.append(one.launch(self._progress, split=self._split, rates=own))
+        yield from in_turn(runs)
+        reports = [at for one in self._passes for at in one.reports]
+        if all(at.broken_at is not None for at in reports):
             where = " and ".join(
-                f"window {at.broken_at:,} of {self.windows:,} of the {self._split} text with {rates}"
-                for at, rates in zip(looks, self._rates, strict=True)
+                f"window {at.broken_at:,} of {at.windows:,} of the {at.split} text with {at.rates}" for at in reports
             )
             raise Diverged(f"the loss is not finite at {where}; the model is as it was. Try a lower learning_rate")
-        for at, rates in zip(looks, self._rates, strict=True):
-            if self._progress is not None and at.broken_at is None:
-                self._progress(
-                    DynamicProgress(
+
+    def results(self) -> list[DynamicEvaluation]:
+        """Results of the last runs, once all have ended, in the order of their rates; inf where a loss diverged."""
+        found = []
+        for one in self._passes:
+            if not one.reports or any(at.broken_at is None and at.window < at.windows for at in one.reports):
+                raise ValueError("there is no result before a run has ended; go through launch() first")
+            for at in one.reports:
+                assert at.rates is not None
+                found.append(
+                    DynamicEvaluation(
                         split=self._split,
-                        rates=rates,
-                        window=at.windows,
-                        windows=self.windows,
-                        loss=at.loss,
-                        seconds_per_window=at.seconds_per_window,
+                        rates=at.rates,
+                        window=one.window,
+                        loss=at.loss if at.broken_at is None else math.inf,
+                        tokens=one.scored(None if at.broken_at is None else at.broken_at - 1),
+                        complete=self._complete and at.broken_at is None,
+                        precision=one.precision,
+                        seconds=one.seconds,
                     )
                 )
-
-
-class _OneModel:
-    """A copy of the weights that adapts, with autograd and plain torch."""
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        statistics: GradientStatistics,
-        ids_L: Tensor,
-        *,
-        limit: int | None,
-        precision: str,
-        capture: bool,
-    ) -> None:
-        adapted = trainable_copy(model)
-        self._statistics = statistics
-        self._start = [parameter.detach() for parameter in model.parameters()]
-        self._weights = [parameter.detach() for parameter in adapted.parameters()]
-        self._pull = [torch.empty_like(weight) for weight in self._weights]
-        self._steps = [torch.empty_like(weight) for weight in self._weights]
-        self.windows = WindowGradients(
-            adapted,
-            ids_L.unsqueeze(1),
-            self._update,
-            window=statistics.window,
-            limit=limit,
-            precision=precision,
-            capture=capture,
-        )
-
-    def restart(self, rates: Sequence[Rates], clipped_for: float) -> None:
-        [own] = rates
-        torch._foreach_copy_(self._weights, self._start)
-        self._statistics.pull(own.decay, self._pull, clipped_for=clipped_for)
-        self._statistics.steps(own, self._steps)
-
-    def _update(self, gradients: list[Tensor]) -> None:
-        torch._foreach_lerp_(self._weights, self._start, self._pull)
-        torch._foreach_addcmul_(self._weights, self._steps, gradients, value=-1.0)
+        return found
 
 
 def adapt(
@@ -418,22 +257,11 @@ def adapt(
     rates: Rates,
     *,
     split: str = "test",
-    limit: int | None = None,
-    precision: str = "float32",
-    progress: Watch | None = None,
-    capture: bool = True,
+    progress: Watch = lambda _: None,
+    **options: Unpack[PassOptions],
 ) -> DynamicEvaluation:
-    """The loss of a model on a text that it adapts to; ``limit`` ends it after so many windows."""
-    evaluator = DynamicEvaluator(
-        model,
-        statistics,
-        ids_L,
-        split=split,
-        limit=limit,
-        precision=precision,
-        progress=progress,
-        capture=capture,
-    )
+    """Evaluate a model on a text that it adapts to; ``limit`` ends the run after so many windows."""
+    evaluator = DynamicEvaluator(model, statistics, ids_L, split=split, progress=progress, **options)
     for _ in evaluator.launch(rates):
         pass
     [result] = evaluator.results()

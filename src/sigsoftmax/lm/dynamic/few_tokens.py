@@ -24,7 +24,7 @@ __all__ = ["LstmSteps", "linear", "linear_input_gradient", "lstm", "lstm_gate_gr
 
 
 class LstmSteps(NamedTuple):
-    """What an LSTM layer makes of the tokens; its first hidden and cell are the state before them.
+    """The steps of an LSTM layer over the tokens; its first hidden and cell are the state before them.
 
     Steps come first in both, so that the state of a step is contiguous.
     """

@@ -12,22 +12,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
-__all__ = ["Rates", "SumFormRates"]
-
-
-class SumFormRates(NamedTuple):
-    """The scaling of older scripts: MS is the root of the sum over windows, gbar the sum over tensors."""
-
-    learning_rate: float
-    decay: float
-    epsilon: float
+__all__ = ["Rates"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast the weights follow the text, and how fast they go back, in the RMS form."""
+    """Rates at which the weights follow the text and go back to their start, in the RMS form."""
 
     learning_rate: float
     decay: float
@@ -42,22 +34,14 @@ class Rates:
 
     @classmethod
     def from_sum_form(cls, learning_rate: float, decay: float, epsilon: float, *, windows: int, tensors: int) -> Self:
-        """``windows`` of the statistics and parameter ``tensors`` of the model."""
-        root = _root(windows, tensors)
+        """Convert the rates of older scripts, given ``windows`` of the statistics and ``tensors`` of the model."""
+        if windows < 1 or tensors < 1:
+            raise ValueError(
+                "the two scalings differ by the windows of the statistics and the parameter tensors of the model, "
+                f"each at least 1, got {windows} and {tensors}"
+            )
+        root = math.sqrt(windows)
         return cls(learning_rate=learning_rate / root, decay=decay / tensors, epsilon=epsilon / root)
-
-    def to_sum_form(self, *, windows: int, tensors: int) -> SumFormRates:
-        root = _root(windows, tensors)
-        return SumFormRates(self.learning_rate * root, self.decay * tensors, self.epsilon * root)
 
     def __str__(self) -> str:
         return f"learning_rate={self.learning_rate:g}, decay={self.decay:g}, epsilon={self.epsilon:g}"
-
-
-def _root(windows: int, tensors: int) -> float:
-    if windows < 1 or tensors < 1:
-        raise ValueError(
-            f"the two scalings differ by the windows of the statistics and the parameter tensors of the model, each "
-            f"at least 1, got {windows} and {tensors}"
-        )
-    return math.sqrt(windows)

@@ -1,8 +1,8 @@
-"""Triton kernels private to the language models: what a window does beside its matrix products and its recurrence.
+"""Triton kernels private to the language models: the work of a window beside its matrix products and its recurrence.
 
-Each module launches the kernels of one operation and says which function of plain torch computes the same; that
-function is the truth for the tests, and serves where kernels do not run. The modules need triton to be imported, this
-one does not. No kernel adds floating-point numbers atomically: same inputs, same bits.
+Each module launches the kernels of one operation and names the function of plain torch that hands over to it. Where
+kernels do not run, that function computes the same, and tests compare the two. The modules need triton to be imported,
+this one does not. No kernel adds floating-point numbers atomically: same inputs, same bits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["run_on"]
 
 
 def run_on(tensor: Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether kernels compute with this tensor: on an NVIDIA GPU, or anywhere in Triton's interpreter.
+    """Tell whether kernels compute with this tensor: on an NVIDIA GPU, or anywhere in Triton's interpreter.
 
-    They do in float32 alone unless they say which ``dtypes`` they take.
+    They take float32 alone unless other ``dtypes`` are given.
     """
     if tensor.dtype not in (dtypes or (torch.float32,)):
         return False

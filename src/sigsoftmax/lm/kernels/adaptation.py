@@ -1,7 +1,7 @@
 """The step of dynamic evaluation in two launches: matrices whose gradients are thin factors, and everything else.
 
-The truth is ``plain_adapt_`` in ``adaptation``. The programs of one tile of all models follow each other, so that what
-the models share comes from memory once and from the cache for the others.
+The plain torch is ``adapt_`` in ``dynamic.adaptation``. The programs of one tile of all models follow each other, so
+that what the models share comes from memory once and from the cache for the others.
 
 Shapes: P models, T tokens, O rows and I columns of a matrix.
 """
@@ -9,21 +9,18 @@ Shapes: P models, T tokens, O rows and I columns of a matrix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, Gradient, TokenSum
 from sigsoftmax.lm.kernels.tensor_lists import block_count, chosen, find_block
 
-if TYPE_CHECKING:
-    from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors
-
-__all__ = ["adapt_dense_", "adapt_thin_"]
+__all__ = ["adapt_"]
 
 ROWS, COLUMNS = 32, 64
-"""of a tile of a matrix"""
+"""shape of a tile of a matrix"""
 TOKENS = 16
 """the least that a product of tiles takes"""
 BLOCK = 512
@@ -59,7 +56,7 @@ def thin_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Rows may be longer than they count: what follows is zeros, and stays so."""
+    """Rows may have padding, which is zeros and stays so."""
     model = (tl.program_id(0) % models).to(tl.int64)
     index, tile = find_block(tl.program_id(0) // models, tiles, 1)
     height, width, row_stride = chosen(rows, index), chosen(columns, index), chosen(row_strides, index)
@@ -84,7 +81,7 @@ def thin_kernel(
 
 @triton.jit
 def dense_kernel(weights, starts, rms, gradients, sizes, tokens, rates, models, BLOCK: tl.constexpr):
-    """The gradient is a sum over some tokens, or one."""
+    """The gradient is a sum over one or more tokens."""
     model = (tl.program_id(0) % models).to(tl.int64)
     index, block = find_block(tl.program_id(0) // models, sizes, BLOCK)
     size, places = chosen(sizes, index), block * BLOCK + tl.arange(0, BLOCK)
@@ -100,59 +97,47 @@ def dense_kernel(weights, starts, rms, gradients, sizes, tokens, rates, models, 
     tl.store(own, _stepped(weight, start, own_rms, gradient, rates + 4 * model), mask=mask)
 
 
-def adapt_thin_(parameters: Sequence[tuple[Adapted, Factors]], rates_P4: Tensor) -> None:
-    """Matrices, all in one launch."""
-    if not parameters:
-        return
-    models = rates_P4.shape[0]
-    adapted = [parameter for parameter, _ in parameters]
-    shapes = [(rows, columns) for rows, columns in (one.start.shape for one in adapted)]
-    for weights, start, rms in adapted:
-        assert start.stride() == rms.stride() == weights.stride()[1:]
-        assert start.stride(1) == 1
-    tiles = tuple(triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS) for rows, columns in shapes)
-    lefts = tuple(factors.left_PTO.contiguous() for _, factors in parameters)
-    rights = tuple(factors.right_PTI for _, factors in parameters)
-    assert all(right.stride(2) == 1 for right in rights)
-    thin_kernel[(sum(tiles) * models,)](
-        tuple(one.weights for one in adapted),
-        tuple(one.start for one in adapted),
-        tuple(one.rms for one in adapted),
-        lefts,
-        rights,
-        tuple(rows for rows, _ in shapes),
-        tuple(columns for _, columns in shapes),
-        tuple(one.start.stride(0) for one in adapted),
-        tuple(left.shape[1] for left in lefts),
-        tuple(right.stride(0) for right in rights),
-        tuple(right.stride(1) for right in rights),
-        tiles,
-        rates_P4,
-        models,
-        TOKENS=max(TOKENS, *(triton.next_power_of_2(left.shape[1]) for left in lefts)),
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        num_warps=4,
-    )
-
-
-def adapt_dense_(parameters: Sequence[tuple[Adapted, Tensor]], rates_P4: Tensor) -> None:
-    """Parameters of any shape with gradients (P, T, ...) that are summed over T, all in one launch."""
-    if not parameters:
-        return
-    models = rates_P4.shape[0]
-    adapted = [parameter for parameter, _ in parameters]
-    assert all(tensor.is_contiguous() for one in adapted for tensor in one)
-    sizes = tuple(one.start.numel() for one in adapted)
-    dense_kernel[(block_count(sizes, BLOCK) * models,)](
-        tuple(one.weights for one in adapted),
-        tuple(one.start for one in adapted),
-        tuple(one.rms for one in adapted),
-        tuple(gradient.contiguous() for _, gradient in parameters),
-        sizes,
-        tuple(gradient.shape[1] for _, gradient in parameters),
-        rates_P4,
-        models,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
+def adapt_(parameters: Sequence[Adapted], gradients: Sequence[Gradient], rates_P4: Tensor) -> None:
+    """Matrices with thin gradients in one launch, and all other parameters in another."""
+    thin, dense = [], []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if isinstance(gradient, Factors):
+            thin.append((*parameter, gradient.left_PTO.contiguous(), gradient.right_PTI))
+        else:
+            of_tokens = gradient.of_tokens_PTO if isinstance(gradient, TokenSum) else gradient.unsqueeze(1)
+            dense.append((*parameter, of_tokens.contiguous()))
+    models = len(rates_P4)
+    if thin:
+        for weights, start, rms, _, right in thin:
+            assert start.stride() == rms.stride() == weights.stride()[1:]
+            assert start.stride(1) == right.stride(2) == 1
+        starts, lefts, rights = (tuple(one[index] for one in thin) for index in (1, 3, 4))
+        tiles = tuple(triton.cdiv(len(start), ROWS) * triton.cdiv(start.shape[1], COLUMNS) for start in starts)
+        thin_kernel[(sum(tiles) * models,)](
+            *zip(*thin, strict=True),
+            tuple(start.shape[0] for start in starts),
+            tuple(start.shape[1] for start in starts),
+            tuple(start.stride(0) for start in starts),
+            tuple(left.shape[1] for left in lefts),
+            tuple(right.stride(0) for right in rights),
+            tuple(right.stride(1) for right in rights),
+            tiles,
+            rates_P4,
+            models,
+            TOKENS=max(TOKENS, *(triton.next_power_of_2(left.shape[1]) for left in lefts)),
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=4,
+        )
+    if dense:
+        assert all(tensor.is_contiguous() for one in dense for tensor in one)
+        sizes = tuple(start.numel() for _, start, _, _ in dense)
+        dense_kernel[(block_count(sizes, BLOCK) * models,)](
+            *zip(*dense, strict=True),
+            sizes,
+            tuple(gradient.shape[1] for *_, gradient in dense),
+            rates_P4,
+            models,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )

@@ -1,9 +1,9 @@
 """Rows of the embedding, dropped out and cast, and the gradient of the matrix without atomics.
 
-The truth is ``plain_embedding`` in ``embedding``. For the gradient, tokens are sorted by comparing each with every
+The plain torch is ``model.embedding``. For the gradient, tokens are sorted by comparing each with every
 other: a window has a few thousand of them, and one launch takes less time than those of a sort.
 
-Shapes: T time steps, B columns, N = T B tokens, V words, D embedding.
+Shapes: T time steps, B columns, N = T B tokens, V vocabulary, D embedding.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["dropped_embedding"]
+__all__ = ["DroppedEmbedding"]
 
 OWN, OTHERS = 16, 512
 """tokens that a program sorts, and those that it compares them with at once"""
 TOKENS, COLUMNS = 32, 128
-"""rows of one word that a program adds at once, and how much of them"""
+"""rows of one id that a program adds at once, and the columns of these"""
 
 
 @triton.jit
@@ -39,9 +39,9 @@ def forward_kernel(tokens, weight, words, inputs, output, batch, width, BLOCK: t
 
 @triton.jit
 def sort_kernel(tokens, order, counts, count, OWN: tl.constexpr, OTHERS: tl.constexpr):
-    """Writes the places of all tokens in the order of their words, and beside each how many its word has.
+    """Writes the positions of all tokens in the order of their ids, and beside each how often its id occurs.
 
-    A place in the order is the number of tokens of lesser words, and of earlier tokens of the same word.
+    A place in the order is the number of tokens with smaller ids, and of earlier tokens with the same id.
     """
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
     token = tl.load(tokens + own, mask=own < count, other=-1)
@@ -73,7 +73,7 @@ def backward_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The program of a word's first token adds up all tokens of that word, in their order; the others end."""
+    """The program of an id's first token adds up all tokens with that id, in their order; the others end."""
     place = tl.program_id(0)
     token = tl.load(tokens + tl.load(order + place))
     earlier = tl.load(tokens + tl.load(order + tl.maximum(place - 1, 0)))
@@ -97,7 +97,9 @@ def backward_kernel(
         tl.store(weight_gradient + token * width + columns, result, mask=in_row)
 
 
-class _DroppedEmbedding(torch.autograd.Function):
+class DroppedEmbedding(torch.autograd.Function):
+    """(T, B, D) in ``dtype``. The weight is contiguous; masks are float32."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -146,11 +148,3 @@ class _DroppedEmbedding(torch.autograd.Function):
             COLUMNS=COLUMNS,
         )
         return None, weight_gradient, None, None, None
-
-
-def dropped_embedding(
-    tokens_TB: Tensor, weight_VD: Tensor, words_V: Tensor | None, input_1BD: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """(T, B, D) in ``dtype``. The weight is contiguous; masks are float32."""
-    result: Tensor = _DroppedEmbedding.apply(tokens_TB, weight_VD, words_V, input_1BD, dtype)
-    return result

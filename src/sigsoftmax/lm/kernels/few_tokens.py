@@ -1,10 +1,10 @@
-"""The layers of ``few_tokens``, which holds their truth: every matrix is read once a product, in float32.
+"""The layers of ``dynamic.few_tokens`` by kernels: every matrix is read once per product, in float32.
 
 What counts is that enough of a matrix is on its way from memory at any time: tiles are loaded ahead, 16 bytes at once
 where rows begin at multiples of 16 elements. Products are made of TF32 products of three parts, which is as exact as
 float32. How a sum is divided does not depend on how many models there are: same model, same bits.
 
-Rows of a matrix may be longer than they count: what follows must be zeros.
+Rows of a matrix may have padding, which must be zeros.
 
 Shapes: P models, T tokens, I and O features, S parts of a sum, H hidden features, G = 4 H gates in the order i, f, g,
 o.
@@ -24,12 +24,10 @@ TOKENS = 16
 STAGES = 4
 """tiles that are loaded ahead"""
 ROWS, COLUMNS = 32, 64
-"""of a tile in products with the rows of a matrix"""
-BACK_ROWS, BACK_COLUMNS = 32, 64
-"""of a tile in products with its columns"""
+"""shape of a tile of a matrix"""
 ROWS_PER_PROGRAM = 256
-"""whose share in the gradient of the input a program adds up"""
-FORWARD_UNITS, BACKWARD_UNITS = 4, 4
+"""rows whose share in the gradient of the input a program adds up"""
+UNITS = 4
 """hidden units of a program, whose four gates it computes"""
 STEP_COLUMNS = 256
 STEP_STAGES = tl.constexpr(3)
@@ -124,7 +122,7 @@ def _tanh(x):
 
 @triton.jit
 def _step_of(states, step, model, models, width):
-    """Where a model's state before a step begins, and where the state after it does."""
+    """Addresses of a model's state before a step and of its state after it."""
     before = states + (step * models + model) * width
     return before, before + models * width
 
@@ -280,7 +278,7 @@ def linear_input_gradient(gradient_PTO: Tensor, weight_POI: Tensor) -> Tensor:
     columns = weight_POI.shape[2]
     parts = triton.cdiv(rows, ROWS_PER_PROGRAM)
     partials_PSTI = gradient_PTO.new_empty(models, parts, tokens, columns)
-    input_gradient_kernel[(triton.cdiv(columns, BACK_COLUMNS), parts, models)](
+    input_gradient_kernel[(triton.cdiv(columns, COLUMNS), parts, models)](
         gradient_PTO.contiguous(),
         weight_POI,
         partials_PSTI,
@@ -289,8 +287,8 @@ def linear_input_gradient(gradient_PTO: Tensor, weight_POI: Tensor) -> Tensor:
         columns,
         _row_stride(weight_POI),
         TOKENS=TOKENS,
-        ROWS=BACK_ROWS,
-        COLUMNS=BACK_COLUMNS,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
         ROWS_PER_PROGRAM=ROWS_PER_PROGRAM,
         num_warps=4,
         num_stages=STAGES,
@@ -305,7 +303,7 @@ def lstm(inputs_PTG: Tensor, weight_PGH: Tensor, hidden_PH: Tensor, cell_PH: Ten
     torch._foreach_copy_([hidden[0], cell[0]], [hidden_PH, cell_PH])
     gates_PTG = torch.empty_like(inputs_PTG)
     for step in range(tokens):
-        lstm_step_kernel[(triton.cdiv(width, FORWARD_UNITS), models)](
+        lstm_step_kernel[(triton.cdiv(width, UNITS), models)](
             inputs_PTG,
             weight_PGH,
             hidden,
@@ -315,7 +313,7 @@ def lstm(inputs_PTG: Tensor, weight_PGH: Tensor, hidden_PH: Tensor, cell_PH: Ten
             tokens,
             width,
             _row_stride(weight_PGH),
-            UNITS=FORWARD_UNITS,
+            UNITS=UNITS,
             COLUMNS=STEP_COLUMNS,
             num_warps=4,
         )
@@ -326,7 +324,7 @@ def lstm_gate_gradients(
     gradient_PSTH: Tensor, weight_PGH: Tensor, hidden: Tensor, cell: Tensor, gates_PTG: Tensor
 ) -> Tensor:
     models, given_parts, tokens, width = gradient_PSTH.shape
-    parts = triton.cdiv(width, BACKWARD_UNITS)
+    parts = triton.cdiv(width, UNITS)
     cell_gradient_PH = gradient_PSTH.new_empty(models, width)
     later, earlier = (gradient_PSTH.new_empty(models, parts, width) for _ in range(2))
     gate_gradients_PTG = torch.empty_like(gates_PTG)
@@ -345,7 +343,7 @@ def lstm_gate_gradients(
             width,
             _row_stride(weight_PGH),
             given_parts,
-            UNITS=BACKWARD_UNITS,
+            UNITS=UNITS,
             COLUMNS=STEP_COLUMNS,
             GIVEN_PARTS=triton.next_power_of_2(given_parts),
             PARTS=triton.next_power_of_2(parts),

@@ -1,6 +1,6 @@
 """AR and TAR and their gradients, one kernel each way.
 
-The truth is ``plain_penalties`` in ``regularization``.
+The plain torch is ``penalties`` in ``model.regularization``.
 
 Shapes: T time steps, B columns, H hidden features; a step has B H elements.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["penalties"]
+__all__ = ["Penalties"]
 
 BLOCK = 1024
 
@@ -49,7 +49,9 @@ def backward_kernel(
     tl.store(raw_gradient + offsets, outer * temporal * change, mask=mask)
 
 
-class _Penalties(torch.autograd.Function):
+class Penalties(torch.autograd.Function):
+    """A float32 scalar; gradients have the dtypes of their tensors."""
+
     @staticmethod
     def forward(
         ctx: Any, raw_TBH: Tensor, dropped_TBH: Tensor, activation: float, temporal_activation: float
@@ -71,9 +73,3 @@ class _Penalties(torch.autograd.Function):
             raw_TBH, dropped_TBH, gradient, *gradients, *ctx.numbers, BLOCK=BLOCK
         )
         return *gradients, None, None
-
-
-def penalties(raw_TBH: Tensor, dropped_TBH: Tensor, *, activation: float, temporal_activation: float) -> Tensor:
-    """A float32 scalar; gradients have the dtypes of their tensors."""
-    result: Tensor = _Penalties.apply(raw_TBH, dropped_TBH, activation, temporal_activation)
-    return result

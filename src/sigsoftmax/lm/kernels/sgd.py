@@ -1,7 +1,7 @@
 """One update of NT-ASGD in three launches: a norm in fixed order, the numbers of the step, the step itself.
 
-The truth is ``AveragedSgd`` in ``optimization``, whose plain torch reads and writes the parameters and gradients five
-times and more; here gradients are read twice, parameters and averages read and written once.
+The plain torch is ``AveragedSgd`` in ``training.optimization``, which reads and writes the parameters and gradients
+five times and more; here gradients are read twice, parameters and averages read and written once.
 """
 
 from __future__ import annotations

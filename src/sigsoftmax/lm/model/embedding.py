@@ -1,6 +1,6 @@
-"""Rows of the embedding with two dropouts: of whole words, and of the input's features, the same at every step.
+"""Rows of the embedding with two dropouts: of whole tokens, and of the input's features, the same at every step.
 
-Shapes: T time steps, B columns, V words, D embedding.
+Shapes: T time steps, B columns, V vocabulary, D embedding.
 """
 
 from __future__ import annotations
@@ -12,24 +12,20 @@ from torch.nn import functional as F
 from sigsoftmax.contract.signature import is_dtensor
 from sigsoftmax.lm import kernels
 
-__all__ = ["dropped_embedding", "plain_embedding"]
+__all__ = ["dropped_embedding"]
 
 
 def dropped_embedding(
     tokens_TB: Tensor, weight_VD: Tensor, words_V: Tensor | None, input_1BD: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """(T, B, D) in ``dtype``; the masks are scaled, and None where nothing is dropped."""
+    """(T, B, D) in ``dtype``; the masks are scaled, and None where nothing is dropped.
+
+    The matrix may be divided over processes.
+    """
     if not is_dtensor(weight_VD) and kernels.run_on(weight_VD):
-        from sigsoftmax.lm.kernels import embedding
+        from sigsoftmax.lm.kernels.embedding import DroppedEmbedding
 
-        return embedding.dropped_embedding(tokens_TB, weight_VD, words_V, input_1BD, dtype)
-    return plain_embedding(tokens_TB, weight_VD, words_V, input_1BD, dtype)
-
-
-def plain_embedding(
-    tokens_TB: Tensor, weight_VD: Tensor, words_V: Tensor | None, input_1BD: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """The same in plain torch, for every device and for a matrix that is divided over processes."""
+        return DroppedEmbedding.apply(tokens_TB, weight_VD, words_V, input_1BD, dtype)
     if is_dtensor(weight_VD):
         from sigsoftmax.lm.parallel.vocabulary_embedding import embedding_of_ranks
 

@@ -1,6 +1,6 @@
 """The AWD-LSTM with any output head.
 
-Shapes: T time steps, B columns, V words, D embedding, H hidden of the last layer.
+Shapes: T time steps, B columns, V vocabulary, D embedding, H hidden of the last layer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["Features", "LanguageModel"]
 
 
 class Features(NamedTuple):
-    """What the recurrent part makes of a window."""
+    """The outputs of the recurrent part for a window."""
 
     raw_TBH: Tensor
     dropped_TBH: Tensor
-    """what the head sees"""
+    """the input of the head"""
     states: list[LayerState]
 
 
@@ -47,23 +47,23 @@ class LanguageModel(nn.Module):
     There is no training mode: a pass with masks trains, a pass without evaluates.
     """
 
-    def __init__(self, config: ModelConfig, words: int, *, seed: int = 0) -> None:
-        if words < 2:
-            raise ValueError(f"a language model needs at least 2 words, got {words}")
+    def __init__(self, config: ModelConfig, vocabulary_size: int, *, seed: int = 0) -> None:
+        if vocabulary_size < 2:
+            raise ValueError(f"a language model needs at least 2 words, got {vocabulary_size}")
         super().__init__()
-        self.config, self.words = config, words
-        self.embedding = nn.Parameter(torch.empty(words, config.embedding))
+        self.config, self.vocabulary_size = config, vocabulary_size
+        self.embedding = nn.Parameter(torch.empty(vocabulary_size, config.embedding))
         self.stack = LstmStack(config.embedding, config.hidden)
         head = Head.parse(config.head)
         self._latent_mask = _GivenMask()
         self.output: OutputLayer | MixtureOutputLayer
         if head.components == 1:
-            self.output = OutputLayer(config.embedding, words, head.function, weight=self.embedding)
+            self.output = OutputLayer(config.embedding, vocabulary_size, head.function, weight=self.embedding)
         else:
             self.output = MixtureOutputLayer(
                 config.hidden[-1],
                 config.embedding,
-                words,
+                vocabulary_size,
                 head.components,
                 head.function,
                 weight=self.embedding,
@@ -83,7 +83,7 @@ class LanguageModel(nn.Module):
                 parameter.uniform_(-bound, bound, generator=generator)
 
     def describe_recurrence(self, batch: int, dtype: torch.dtype) -> str:
-        """One sentence: what computes the LSTM layers for that many columns, and why."""
+        """One sentence that says what computes the LSTM layers for that many columns, and why."""
         return self.stack.recurrence.describe(self.config.hidden, batch, dtype, self.embedding.device)
 
     def zero_state(self, batch: int, dtype: torch.dtype = torch.float32) -> list[LayerState]:
@@ -98,7 +98,7 @@ class LanguageModel(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, Features]:
-        """The loss of a window, and what it was made from: one call, as what divides a model over processes needs."""
+        """The loss of a window and its features, in one call: wrappers that divide a model over processes need that."""
         features = self.features(tokens_TB, states, masks, dtype=dtype)
         return self.loss(features, targets_TB), features
 
@@ -110,19 +110,18 @@ class LanguageModel(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
     ) -> Features:
-        """The recurrent part; ``dtype`` is what the LSTM computes in."""
-        words_V, input_1BD = (None, None) if masks is None else (masks.words_V, masks.input_1BD)
-        none = [None] * len(self.config.hidden)
+        """Run the recurrent part, with the LSTM in ``dtype``."""
+        if masks is None:
+            layers = len(self.config.hidden)
+            masks = Masks(hidden_1BH=(None,) * (layers - 1), weights_4HH=(None,) * layers)
         raw, new_states = self.stack(
-            dropped_embedding(tokens_TB, self.embedding, words_V, input_1BD, dtype),
+            dropped_embedding(tokens_TB, self.embedding, masks.words_V, masks.input_1BD, dtype),
             states,
-            hidden_masks=none[1:] if masks is None else masks.hidden_1BH,
-            weight_masks=none if masks is None else masks.weights_4HH,
+            hidden_masks=masks.hidden_1BH,
+            weight_masks=masks.weights_4HH,
         )
-        dropped = raw
-        if masks is not None and masks.output_1BH is not None:
-            dropped = raw * masks.output_1BH.to(raw.dtype)
-        self._latent_mask.mask = None if masks is None else masks.latent_1BKD
+        dropped = raw if masks.output_1BH is None else raw * masks.output_1BH.to(raw.dtype)
+        self._latent_mask.mask = masks.latent_1BKD
         return Features(raw, dropped, new_states)
 
     def loss(self, features: Features, targets_TB: Tensor) -> Tensor:
@@ -130,5 +129,5 @@ class LanguageModel(nn.Module):
         return self.output.loss(features.dropped_TBH, targets_TB)
 
     def log_probs(self, features: Features) -> Tensor:
-        """(T, B, V)"""
+        """Log-probabilities of the next token, (T, B, V)."""
         return self.output.log_probs(features.dropped_TBH)

@@ -1,4 +1,4 @@
-"""How many numbers a model has, and whether a device can hold them: asked before anything is allocated."""
+"""The number of a model's parameters, and a check that a device can hold them before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["check_model_fits", "device_memory", "parameter_count"]
 
 FLOAT32_BYTES = 4
 TRAINING_COPIES = 3
-"""of all parameters, at least, while a model is trained: the weights, their gradients, the best weights so far"""
+"""copies of all parameters, at least, while a model is trained: weights, their gradients, the best weights so far"""
 GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""where Linux says how much memory a container may use"""
+"""files in which Linux says how much memory a container may use"""
 
 
-def parameter_count(config: ModelConfig, words: int) -> int:
+def parameter_count(config: ModelConfig, vocabulary_size: int) -> int:
     """The numbers that a model of this description has, the tied matrix counted once."""
     head = Head.parse(config.head)
     layers = pairwise((config.embedding, *config.hidden))
     count = sum(4 * hidden * (inputs + hidden + 2) for inputs, hidden in layers)
-    # The tied matrix and the bias of the words; which parameters of phi are learned is known to the layers alone.
-    count += words * (config.embedding + 1)
-    count += sum(parameter.numel() for parameter in FunctionModule(head.function, words).parameters())
+    # The tied matrix and the bias; which parameters of phi are learned is known to the layers alone.
+    count += vocabulary_size * (config.embedding + 1)
+    count += sum(parameter.numel() for parameter in FunctionModule(head.function, vocabulary_size).parameters())
     if head.components > 1:
         # The prior, and the latent layer with its bias.
         count += head.components * (config.hidden[-1] + (config.hidden[-1] + 1) * config.embedding)
@@ -51,15 +51,15 @@ def device_memory(device: torch.device) -> int:
     return min(size for size in known if size > 0)
 
 
-def check_model_fits(config: ModelConfig, words: int, device: torch.device, *, is_trained: bool) -> None:
+def check_model_fits(config: ModelConfig, vocabulary_size: int, device: torch.device, *, is_trained: bool) -> None:
     """Refuse a model whose parameters alone are more than the device can hold."""
-    copies = TRAINING_COPIES if is_trained else 1
-    needed, there = FLOAT32_BYTES * copies * parameter_count(config, words), device_memory(device)
+    parameters = parameter_count(config, vocabulary_size)
+    needed, there = FLOAT32_BYTES * (TRAINING_COPIES if is_trained else 1) * parameters, device_memory(device)
     if needed > there:
         what = "weights, gradients and best weights" if is_trained else "weights"
         raise ValueError(
             f"a model with embedding {config.embedding:,}, hidden {', '.join(f'{width:,}' for width in config.hidden)} "
-            f"and head {config.head} for {words:,} words has {parameter_count(config, words):,} parameters; its "
+            f"and head {config.head} for {vocabulary_size:,} words has {parameters:,} parameters; its "
             f"{what} need {needed:,} bytes ({needed // 2**30:,} GiB), and the memory of {device} has {there:,} "
             f"({there // 2**30:,} GiB); take a smaller model"
         )

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from sigsoftmax.lm.model.regularization import WeightDrop
 from sigsoftmax.lm.recurrence import LayerKernels, Recurrence, persistent_lstm
 
-__all__ = ["LayerState", "LstmLayer", "LstmStack", "StackOutput", "carry_over"]
+__all__ = ["LayerState", "LstmLayer", "LstmStack", "carry_over"]
 
 
 class LayerState(NamedTuple):
-    """(1, B, H) each."""
+    """Hidden and cell state of one layer, (1, B, H) each."""
 
     hidden: Tensor
     cell: Tensor
@@ -33,12 +33,6 @@ class LayerState(NamedTuple):
 def carry_over(states: Sequence[LayerState], new: Sequence[LayerState]) -> None:
     """Write the state after a window where the next window finds it, in one launch."""
     torch._foreach_copy_([t for state in states for t in state], [t for state in new for t in state])
-
-
-class StackOutput(NamedTuple):
-    raw_TBH: Tensor
-    """of the last layer, before its dropout"""
-    states: list[LayerState]
 
 
 class LstmLayer(nn.Module):
@@ -131,14 +125,13 @@ class LstmStack(nn.Module):
         *,
         hidden_masks: Sequence[Tensor | None],
         weight_masks: Sequence[WeightDrop | None],
-    ) -> StackOutput:
+    ) -> tuple[Tensor, list[LayerState]]:
+        """The outputs of the last layer before their dropout, and the states of all."""
         new_states: list[LayerState] = []
         output = input_TBI
         # The mask after a layer is that of the next one's input, where the persistent recurrence has it for nothing.
-        masks = [None, *hidden_masks]
-        for index, layer in enumerate(self.in_order()):
-            output, state = layer(
-                output, states[index], weight_masks[index], self.recurrence, input_mask_1BI=masks[index]
-            )
-            new_states.append(state)
-        return StackOutput(output, new_states)
+        input_masks = (None, *hidden_masks)
+        for layer, state, drop, mask in zip(self.layers, states, weight_masks, input_masks, strict=True):
+            output, new_state = layer(output, state, drop, self.recurrence, input_mask_1BI=mask)
+            new_states.append(new_state)
+        return output, new_states

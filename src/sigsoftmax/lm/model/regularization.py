@@ -4,7 +4,7 @@ Masks are drawn before the forward pass and given to it, so that a pass is a fun
 give the same numbers, no mask means evaluation, and a captured CUDA graph draws new ones at each replay.
 Kept values are scaled by 1 / (1 - rate).
 
-Shapes: T time steps, B columns, V words, D embedding, H hidden of a layer, K components of a mixture.
+Shapes: T time steps, B columns, V vocabulary, D embedding, H hidden of a layer, K components of a mixture.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sigsoftmax.family.heads import Head
 from sigsoftmax.lm import kernels
 from sigsoftmax.lm.config import ModelConfig
 
-__all__ = ["MaskSampler", "Masks", "WeightDrop", "draw_masks", "penalties", "plain_penalties"]
+__all__ = ["MaskSampler", "Masks", "WeightDrop", "penalties"]
 
 ALIGNMENT = 16
 """elements; kernels load several elements of a mask at once where it begins at a multiple"""
 
 
 class WeightDrop(NamedTuple):
-    """Which elements of a hidden-to-hidden matrix a window keeps, and what they are multiplied by."""
+    """The elements of a hidden-to-hidden matrix that a window keeps, and the factor of these."""
 
     kept_4HH: Tensor
-    """bool"""
+    """bool; False where an element is dropped"""
     scale: float
 
     def applied_to(self, weight_4HH: Tensor) -> Tensor:
@@ -42,16 +42,16 @@ class WeightDrop(NamedTuple):
 class Masks:
     """Scaled masks of one forward pass; None where the rate is 0. All but the first and last are shared over time."""
 
-    words_V: Tensor | None
-    """a dropped word is zero wherever it stands in the window; the output matrix is not touched"""
-    input_1BD: Tensor | None
+    words_V: Tensor | None = None
+    """word dropout: a dropped token is zero wherever it stands in the window; the output matrix is not touched"""
+    input_1BD: Tensor | None = None
     hidden_1BH: tuple[Tensor | None, ...]
-    """of the outputs of all layers but the last"""
-    output_1BH: Tensor | None
-    latent_1BKD: Tensor | None
-    """(1, B, K D): of a mixture's latent vectors"""
+    """masks of the outputs of all layers but the last"""
+    output_1BH: Tensor | None = None
+    latent_1BKD: Tensor | None = None
+    """mask of a mixture's latent vectors, (1, B, K D)"""
     weights_4HH: tuple[WeightDrop | None, ...]
-    """of the hidden-to-hidden matrices: one mask for all time steps and columns"""
+    """masks of the hidden-to-hidden matrices: one mask for all time steps and columns"""
 
     def of_columns(self, columns: slice) -> Masks:
         """The masks of some columns of the batch."""
@@ -68,8 +68,8 @@ class Masks:
         )
 
 
-class _Locked(NamedTuple):
-    """A mask that is shared over time, before it is drawn."""
+class _Mask(NamedTuple):
+    """A mask before it is drawn."""
 
     name: str
     rate: float
@@ -91,7 +91,7 @@ class MaskSampler:
         self,
         config: ModelConfig,
         *,
-        words: int,
+        vocabulary_size: int,
         batch: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
@@ -99,19 +99,24 @@ class MaskSampler:
         *inner, last = config.hidden
         components = Head.parse(config.head).components
         of_embedding = [
-            _Locked("words", config.dropout_words, (words,)),
-            _Locked("input", config.dropout_input, (1, batch, config.embedding)),
+            _Mask("words", config.dropout_words, (vocabulary_size,)),
+            _Mask("input", config.dropout_input, (1, batch, config.embedding)),
         ]
         of_layers = [
-            *(_Locked(f"hidden {i}", config.dropout_hidden, (1, batch, width)) for i, width in enumerate(inner)),
-            _Locked("output", config.dropout_output, (1, batch, last)),
-            _Locked("latent", config.dropout_latent, (1, batch, components * config.embedding)),
+            *(_Mask(f"hidden {i}", config.dropout_hidden, (1, batch, width)) for i, width in enumerate(inner)),
+            _Mask("output", config.dropout_output, (1, batch, last)),
+            _Mask("latent", config.dropout_latent, (1, batch, components * config.embedding)),
         ]
         self._of_embedding, self._of_layers = ([m for m in masks if m.rate] for masks in (of_embedding, of_layers))
+        self._of_weights = [
+            _Mask(f"weight {i}", config.weight_drop, (4 * width, width)) for i, width in enumerate(config.hidden)
+        ]
         locked = [*self._of_embedding, *self._of_layers]
-        self._kept = _repeated([1.0 - mask.rate for mask in locked], locked, device)
-        self._scale = _repeated([1.0 / (1.0 - mask.rate) for mask in locked], locked, device)
-        self._hidden, self._weight_drop, self._dtype = config.hidden, config.weight_drop, dtype
+        kept = [1.0 - mask.rate for mask in locked]
+        numbers = torch.tensor([kept, [1.0 / share for share in kept]], dtype=torch.float32)
+        sizes = torch.tensor([mask.size for mask in locked], dtype=torch.int64)
+        self._kept, self._scale = numbers.repeat_interleave(sizes, dim=1).to(device)
+        self._weight_drop, self._dtype = config.weight_drop, dtype
 
     def draw(self, generator: torch.Generator) -> Masks:
         """New masks, on the generator's device."""
@@ -121,7 +126,7 @@ class MaskSampler:
         return Masks(
             words_V=masks.get("words"),
             input_1BD=masks.get("input"),
-            hidden_1BH=tuple(masks.get(f"hidden {i}") for i in range(len(self._hidden) - 1)),
+            hidden_1BH=tuple(masks.get(f"hidden {i}") for i in range(len(self._of_weights) - 1)),
             output_1BH=masks.get("output"),
             latent_1BKD=masks.get("latent"),
             weights_4HH=self._draw_weights(generator),
@@ -129,44 +134,24 @@ class MaskSampler:
 
     def _draw_weights(self, generator: torch.Generator) -> tuple[WeightDrop | None, ...]:
         if not self._weight_drop:
-            return (None,) * len(self._hidden)
-        weights = [_Locked("", self._weight_drop, (4 * width, width)) for width in self._hidden]
-        kept = torch.empty(sum(mask.size for mask in weights), dtype=torch.bool, device=generator.device)
+            return (None,) * len(self._of_weights)
+        kept = torch.empty(sum(mask.size for mask in self._of_weights), dtype=torch.bool, device=generator.device)
         kept.bernoulli_(1.0 - self._weight_drop, generator=generator)
-        parts = kept.split([mask.size for mask in weights])
-        return tuple(
-            WeightDrop(part[: math.prod(mask.shape)].view(mask.shape), 1.0 / (1.0 - self._weight_drop))
-            for part, mask in zip(parts, weights, strict=True)
-        )
+        views = _views(kept, self._of_weights).values()
+        return tuple(WeightDrop(view, 1.0 / (1.0 - self._weight_drop)) for view in views)
 
 
-def _repeated(values: list[float], masks: list[_Locked], device: torch.device) -> Tensor:
-    """One value for each element of each mask."""
-    sizes = torch.tensor([mask.size for mask in masks], dtype=torch.int64)
-    return torch.tensor(values, dtype=torch.float32).repeat_interleave(sizes).to(device)
-
-
-def _views(flat: Tensor, masks: list[_Locked]) -> dict[str, Tensor]:
+def _views(flat: Tensor, masks: list[_Mask]) -> dict[str, Tensor]:
     parts = flat.split([mask.size for mask in masks]) if masks else ()
     return {m.name: part[: math.prod(m.shape)].view(m.shape) for part, m in zip(parts, masks, strict=True)}
 
 
-def draw_masks(config: ModelConfig, *, words: int, batch: int, generator: torch.Generator) -> Masks:
-    """New masks in float32, on the generator's device."""
-    return MaskSampler(config, words=words, batch=batch, device=generator.device).draw(generator)
-
-
 def penalties(raw_TBH: Tensor, dropped_TBH: Tensor, *, activation: float, temporal_activation: float) -> Tensor:
-    """AR of the dropped output and TAR of the raw one, weighted; a window of one step has no change to penalise."""
+    """The weighted sum of AR of the dropped output and TAR of the raw one, which a window of one step does not have."""
     if kernels.run_on(raw_TBH, torch.float32, torch.bfloat16):
-        from sigsoftmax.lm.kernels.penalties import penalties as by_kernels
+        from sigsoftmax.lm.kernels.penalties import Penalties
 
-        return by_kernels(raw_TBH, dropped_TBH, activation=activation, temporal_activation=temporal_activation)
-    return plain_penalties(raw_TBH, dropped_TBH, activation=activation, temporal_activation=temporal_activation)
-
-
-def plain_penalties(raw_TBH: Tensor, dropped_TBH: Tensor, *, activation: float, temporal_activation: float) -> Tensor:
-    """The same in plain torch, for every device."""
+        return Penalties.apply(raw_TBH, dropped_TBH, activation, temporal_activation)
     total = raw_TBH.new_zeros((), dtype=torch.float32)
     if activation:
         total = total + activation * dropped_TBH.float().square().mean()

@@ -7,16 +7,7 @@ exchange the state through the L2 cache. ``plans`` divides the work, ``compilati
 
 from sigsoftmax.lm.recurrence.loading import LayerKernels
 from sigsoftmax.lm.recurrence.operation import persistent_lstm
-from sigsoftmax.lm.recurrence.plans import GpuDescription, LayerPlan, Refusal, plan_layer
+from sigsoftmax.lm.recurrence.plans import Refusal, plan_layer
 from sigsoftmax.lm.recurrence.selection import Recurrence, RecurrenceFailed
 
-__all__ = [
-    "GpuDescription",
-    "LayerKernels",
-    "LayerPlan",
-    "Recurrence",
-    "RecurrenceFailed",
-    "Refusal",
-    "persistent_lstm",
-    "plan_layer",
-]
+__all__ = ["LayerKernels", "Recurrence", "RecurrenceFailed", "Refusal", "persistent_lstm", "plan_layer"]

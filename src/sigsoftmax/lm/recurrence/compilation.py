@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from sigsoftmax.lm.recurrence.plans import KernelPlan
 
-__all__ = ["ARCHITECTURE", "CompilationError", "Source", "compile_together", "compiled"]
+__all__ = ["ARCHITECTURE", "CompilationError", "KernelFile", "checked", "compile_together", "compiled"]
 
-Source = Literal["forward", "backward", "layout"]
+KernelFile = Literal["forward", "backward", "layout"]
 ARCHITECTURE = "sm_90a"
 FOLDER = Path(__file__).with_name("kernels")
 HEADERS = ("numerics.cuh", "exchange.cuh", "products.cuh")
@@ -25,21 +25,20 @@ class CompilationError(RuntimeError):
     """NVRTC refused a program; the text is its log."""
 
 
-def compile_together(programs: Sequence[tuple[Source, KernelPlan]]) -> None:
+def compile_together(programs: Sequence[tuple[KernelFile, KernelPlan]]) -> None:
     """Compile programs side by side, for :func:`compiled` to find."""
     with ThreadPoolExecutor() as pool:
-        for _ in pool.map(lambda program: compiled(*program), programs):
-            pass
+        list(pool.map(lambda program: compiled(*program), programs))
 
 
 @functools.cache
-def compiled(source: Source, plan: KernelPlan) -> bytes:
+def compiled(source: KernelFile, plan: KernelPlan) -> bytes:
     """The binary of a source file with the constants of a plan."""
     from cuda.bindings import nvrtc
 
     text = (FOLDER / f"{source}.cu").read_text(encoding="utf-8")
     headers = {name: (FOLDER / name).read_text(encoding="utf-8") for name in HEADERS} | {"plan.cuh": plan.header()}
-    program = _checked(
+    program = checked(
         nvrtc.nvrtcCreateProgram(
             text.encode(),
             f"{source}.cu".encode(),
@@ -52,18 +51,19 @@ def compiled(source: Source, plan: KernelPlan) -> bytes:
         options = [f"--gpu-architecture={ARCHITECTURE}".encode(), b"--std=c++17"]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+            log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
             nvrtc.nvrtcGetProgramLog(program, log)
             raise CompilationError(f"{source}.cu does not compile for {plan}: {log.decode(errors='replace')}")
-        binary = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-        _checked(nvrtc.nvrtcGetCUBIN(program, binary))
+        binary = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+        checked(nvrtc.nvrtcGetCUBIN(program, binary))
         return binary
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _checked(results: tuple[Any, ...]) -> Any:
+def checked(results: tuple[Any, ...], error: type[RuntimeError] = CompilationError, library: str = "NVRTC") -> Any:
+    """The value that a call of a CUDA library returned beside its status, or an error."""
     status, *values = results
     if int(status) != 0:
-        raise CompilationError(f"NVRTC answered {status.name}")
+        raise error(f"{library} answered {status.name}")
     return values[0] if values else None

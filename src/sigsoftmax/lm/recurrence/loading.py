@@ -9,53 +9,55 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sigsoftmax.lm.recurrence.compilation import Source, compile_together, compiled
+from sigsoftmax.lm.recurrence.compilation import KernelFile, checked, compile_together, compiled
 from sigsoftmax.lm.recurrence.plans import RANKS, GpuDescription, KernelPlan, LayerPlan
 
-__all__ = ["DriverError", "Kernel", "LayerKernels", "describe_gpu", "partition_of_gpu"]
+__all__ = ["DriverError", "LayerKernels", "describe_gpu"]
 
 
 class DriverError(RuntimeError):
     """The CUDA driver refused something, or the GPU cannot hold a plan's grid at once."""
 
 
-class Kernel:
-    """A function of a loaded module. Arguments are tensors, None (a null pointer), ints, and floats."""
+_checked = functools.partial(checked, error=DriverError, library="the CUDA driver")
 
-    def __init__(
-        self, function: Any, types: Sequence[Any], *, threads: int, shared_bytes: int = 0, cooperative: bool = False
-    ) -> None:
-        self._function, self._types, self._cooperative = function, tuple(types), cooperative
-        self._threads, self._shared_bytes = threads, shared_bytes
 
-    def __call__(self, grid: int, *arguments: Tensor | float | None) -> None:
-        from cuda.bindings import driver
+def _launch(
+    function: Any,
+    types: tuple[Any, ...],
+    threads: int,
+    shared_bytes: int,
+    cooperative: bool,
+    grid: int,
+    *arguments: Tensor | float | None,
+) -> None:
+    """Launch a function of a loaded module. Arguments are tensors, None (a null pointer), ints, and floats."""
+    from cuda.bindings import driver
 
-        values = tuple(a.data_ptr() if isinstance(a, Tensor) else (0 if a is None else a) for a in arguments)
-        shape = (grid, 1, 1, self._threads, 1, 1, self._shared_bytes, torch.cuda.current_stream().cuda_stream)
-        parameters = (values, self._types)
-        if self._cooperative:
-            _checked(driver.cuLaunchCooperativeKernel(self._function, *shape, parameters))
-        else:
-            _checked(driver.cuLaunchKernel(self._function, *shape, parameters, 0))
+    values = tuple(a.data_ptr() if isinstance(a, Tensor) else (0 if a is None else a) for a in arguments)
+    shape = (grid, 1, 1, threads, 1, 1, shared_bytes, torch.cuda.current_stream().cuda_stream)
+    if cooperative:
+        _checked(driver.cuLaunchCooperativeKernel(function, *shape, (values, types)))
+    else:
+        _checked(driver.cuLaunchKernel(function, *shape, (values, types), 0))
 
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_float
-KERNELS: dict[str, tuple[Source, tuple[Any, ...]]] = {
+KERNELS: dict[str, tuple[KernelFile, tuple[Any, ...]]] = {
     "lstm_forward": ("forward", (*[POINTER] * 9, LONG, INT, INT)),
     "lstm_backward": ("backward", (*[POINTER] * 10, LONG, LONG, LONG, INT)),
     "pack_weights": ("layout", (POINTER, POINTER, FLOAT, *[POINTER] * 6, INT, INT, POINTER, INT)),
     "unpack_gradients": ("layout", (*[POINTER] * 3, FLOAT, *[POINTER] * 4, INT, INT)),
     "mask_rows": ("layout", (*[POINTER] * 3, INT, INT, INT)),
 }
-"""by name: the file and the types of the parameters"""
-ONLY_BACKWARD = ("lstm_backward", "unpack_gradients")
+"""the file and the types of the parameters of each kernel"""
+FORWARD_ALONE = KERNELS.keys() - {"lstm_backward", "unpack_gradients"}
 
 
 class LayerKernels:
@@ -63,13 +65,13 @@ class LayerKernels:
 
     def __init__(self, plan: LayerPlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
-        self._loaded: dict[str, Kernel] = {}
+        self._loaded: dict[str, Callable[..., None]] = {}
 
     def launch(self, name: str, grid: int, *arguments: Tensor | float | None) -> None:
         self._loaded[name](grid, *arguments)
 
     def is_loaded(self, *, backward: bool) -> bool:
-        return all(name in self._loaded for name in KERNELS if backward or name not in ONLY_BACKWARD)
+        return (KERNELS.keys() if backward else FORWARD_ALONE) <= self._loaded.keys()
 
     def load(self, *, backward: bool) -> None:
         """Compile and load all that a pass needs; not while a graph is captured.
@@ -83,7 +85,7 @@ class LayerKernels:
                 "a CUDA graph is being captured, and the kernels of an LSTM layer are not loaded yet; run the layer "
                 "once before"
             )
-        names = [name for name in KERNELS if backward or name not in ONLY_BACKWARD]
+        names = KERNELS.keys() if backward else FORWARD_ALONE
         sources = dict.fromkeys(KERNELS[name][0] for name in names)
         compile_together([(source, self._plan_of(source)) for source in sources])
         with torch.cuda.device(self.device):
@@ -91,10 +93,10 @@ class LayerKernels:
             for name in names:
                 self._loaded[name] = self._kernel(name)
 
-    def _plan_of(self, source: Source) -> KernelPlan:
+    def _plan_of(self, source: KernelFile) -> KernelPlan:
         return self.plan.backward if source == "backward" else self.plan.forward
 
-    def _kernel(self, name: str) -> Kernel:
+    def _kernel(self, name: str) -> Callable[..., None]:
         from cuda.bindings import driver
 
         source, types = KERNELS[name]
@@ -102,7 +104,7 @@ class LayerKernels:
         module = _module(source, plan, self.device.index)
         function = _checked(driver.cuModuleGetFunction(module, name.encode()))
         if source == "layout":
-            return Kernel(function, types, threads=plan.threads)
+            return functools.partial(_launch, function, types, plan.threads, 0, False)
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, attribute, plan.shared_bytes))
         room = _resident_ctas(function, plan, self.device)
@@ -111,11 +113,11 @@ class LayerKernels:
                 f"the {plan.direction} recurrence of {plan.hidden} units needs {plan.ctas} thread blocks at once, and "
                 f"this GPU holds {room}"
             )
-        return Kernel(function, types, threads=plan.threads, shared_bytes=plan.shared_bytes, cooperative=True)
+        return functools.partial(_launch, function, types, plan.threads, plan.shared_bytes, True)
 
 
 @functools.cache
-def _module(source: Source, plan: KernelPlan, device_index: int) -> Any:
+def _module(source: KernelFile, plan: KernelPlan, device_index: int) -> Any:
     from cuda.bindings import driver
 
     return _checked(driver.cuModuleLoadData(compiled(source, plan)))
@@ -136,35 +138,22 @@ def _resident_ctas(function: Any, plan: KernelPlan, device: torch.device) -> int
 
 @functools.cache
 def describe_gpu(device: torch.device, concurrent_runs: int = 1) -> GpuDescription:
+    """The facts about a GPU that plans depend on."""
     from cuda.bindings import driver
 
-    properties = torch.cuda.get_device_properties(device)
     handle = _checked(driver.cuDeviceGet(device.index))
-    cooperative = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH
-    shared = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+
+    def attribute(name: str) -> int:
+        known = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+        return 0 if known is None else int(_checked(driver.cuDeviceGetAttribute(known, handle)))
+
+    properties = torch.cuda.get_device_properties(device)
+    partition = "several processes share the GPU (MPS)" if attribute("MPS_ENABLED") else None
     return GpuDescription(
         capability=(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,
-        shared_bytes=int(_checked(driver.cuDeviceGetAttribute(shared, handle))),
-        cooperative=bool(_checked(driver.cuDeviceGetAttribute(cooperative, handle))),
+        shared_bytes=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        cooperative=bool(attribute("COOPERATIVE_LAUNCH")),
         concurrent_runs=concurrent_runs,
+        partition="the GPU is partitioned (MIG)" if "MIG" in torch.cuda.get_device_name(device) else partition,
     )
-
-
-def partition_of_gpu(device: torch.device) -> str | None:
-    """Why a grid may not have the whole GPU, if other processes have parts of it for themselves."""
-    from cuda.bindings import driver
-
-    if "MIG" in torch.cuda.get_device_name(device):
-        return "the GPU is partitioned (MIG)"
-    mps = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED", None)
-    if mps is not None and _checked(driver.cuDeviceGetAttribute(mps, _checked(driver.cuDeviceGet(device.index)))):
-        return "several processes share the GPU (MPS)"
-    return None
-
-
-def _checked(results: tuple[Any, ...]) -> Any:
-    status, *values = results
-    if int(status) != 0:
-        raise DriverError(f"the CUDA driver answered {status.name}")
-    return values[0] if values else None

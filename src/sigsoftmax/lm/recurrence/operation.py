@@ -19,7 +19,7 @@ from sigsoftmax.lm.recurrence.plans import KernelPlan
 __all__ = ["PATIENCE_NS", "persistent_lstm"]
 
 PATIENCE_NS = 4_000_000_000
-"""for what takes microseconds: other processes of a GPU may pause a grid, but not for this long"""
+"""wait for what takes microseconds: other processes of a GPU may pause a grid, but not for this long"""
 TILE = 64
 """rows and columns of the recurrent matrix that one block packs, as the kernel has it"""
 
@@ -43,8 +43,8 @@ def persistent_lstm(
     ``input_mask_1BI``, the recurrent matrix by ``kept_4HH * scale``. Where a wait outlasts ``patience_ns``, results are
     NaN and ``error_flag``, one int32, is not 0 any more.
     """
-    _check(kernels.plan.forward, input_TBI, hidden_1BH, cell_1BH, parameters, kept_4HH)
     differentiable = (input_TBI, hidden_1BH, cell_1BH, *parameters)
+    _check(kernels.plan.forward, *differentiable, kept_4HH)
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable)
     kernels.load(backward=keep)
     call = _Call(kernels, error_flag, patience_ns, scale, input_TBI.shape[2], keep)
@@ -52,37 +52,35 @@ def persistent_lstm(
     return outputs
 
 
-def _check(
-    plan: KernelPlan,
-    input_TBI: Tensor,
-    hidden_1BH: Tensor,
-    cell_1BH: Tensor,
-    parameters: tuple[Tensor, ...],
-    kept_4HH: Tensor | None,
-) -> None:
+def _check(plan: KernelPlan, input_TBI: Tensor, *others: Tensor | None) -> None:
     """Refuse what the kernels would read as something else."""
     steps, batch, inputs = input_TBI.shape
-    state, rows = (1, batch, plan.hidden), 4 * plan.hidden
     if steps < 1 or batch != plan.batch:
         raise ValueError(f"this plan is for windows of {plan.batch} columns, got an input of {tuple(input_TBI.shape)}")
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-    for tensor, expected in ((input_TBI, input_TBI.shape), (hidden_1BH, state), (cell_1BH, state)):
-        if tensor.shape != expected or tensor.dtype != dtype:
-            raise ValueError(
-                f"input and states must be {dtype}, states of {state}; got {tensor.dtype} of {tensor.shape}"
-            )
-    shapes = ((rows, inputs), (rows, plan.hidden), (rows,), (rows,))
-    for tensor, shape in zip(parameters, shapes, strict=True):
-        if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            raise ValueError(f"a parameter must be contiguous float32 of {shape}, got {tensor.dtype} of {tensor.shape}")
-    if kept_4HH is None:
-        return
-    if kept_4HH.shape != shapes[1] or kept_4HH.dtype != torch.bool or not kept_4HH.is_contiguous():
-        raise ValueError(f"kept must be contiguous bool of {shapes[1]}, got {kept_4HH.dtype} of {kept_4HH.shape}")
+    state, rows = (1, batch, plan.hidden), 4 * plan.hidden
+    expected = {
+        "the input": (tuple(input_TBI.shape), dtype),
+        "the hidden state": (state, dtype),
+        "the cell state": (state, dtype),
+        "weight_ih": ((rows, inputs), torch.float32),
+        "weight_hh": ((rows, plan.hidden), torch.float32),
+        "bias_ih": ((rows,), torch.float32),
+        "bias_hh": ((rows,), torch.float32),
+        "kept": ((rows, plan.hidden), torch.bool),
+    }
+    for tensor, (name, (shape, kind)) in zip((input_TBI, *others), expected.items(), strict=True):
+        if tensor is None:
+            continue
+        # The input and the states may have any strides.
+        is_laid_out = len(shape) == 3 or tensor.is_contiguous()
+        if tensor.shape != shape or tensor.dtype != kind or not is_laid_out:
+            layout = "" if is_laid_out else " that is contiguous"
+            raise ValueError(f"{name} must be {kind} of {shape}{layout}, got {tensor.dtype} of {tuple(tensor.shape)}")
 
 
 class _Call(NamedTuple):
-    """What both passes need besides tensors that autograd knows."""
+    """Arguments of both passes besides tensors that autograd knows."""
 
     kernels: LayerKernels
     error_flag: Tensor
@@ -112,7 +110,9 @@ class _PersistentLstm(torch.autograd.Function):
         plan = kernels.plan.forward
         steps, batch, inputs = input_TBI.shape
         hidden, padded, like = plan.hidden, plan.padded, input_TBI
-        padded_inputs = _padded_inputs(inputs, plan)
+        # One more input is that of the biases; cuBLAS is fast with rows of 16-byte multiples.
+        multiple = 16 // plan.element_bytes
+        padded_inputs = -(-(inputs + 1) // multiple) * multiple
         hidden_1BH, cell_1BH = hidden_1BH.contiguous(), cell_1BH.contiguous()
 
         rows_NJ = _masked_rows(kernels, input_TBI, input_mask_1BI, padded_inputs)
@@ -230,7 +230,7 @@ def _parameter_gradients(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """In float32, whatever the factors are."""
+    """The product in float32, whatever the factors are."""
     if left.dtype == torch.float32:
         return torch.mm(left, right)
     return torch.mm(left, right, out_dtype=torch.float32)
@@ -252,15 +252,9 @@ def _masked_rows(kernels: LayerKernels, source_TBI: Tensor, mask_1BI: Tensor | N
 def _output_gradient(
     output_gradient: Tensor | None, hidden_gradient: Tensor | None, states_TBP: Tensor, hidden: int
 ) -> Tensor:
-    """With units next to each other; the last hidden state is the last output too."""
+    """The gradient of the outputs, units next to each other; the last hidden state is the last output too."""
     if output_gradient is None:
         output_gradient = torch.zeros_like(states_TBP[1:, :, :hidden])
     if hidden_gradient is not None:
         output_gradient = torch.cat([output_gradient[:-1], output_gradient[-1:] + hidden_gradient])
     return output_gradient if output_gradient.stride(2) == 1 else output_gradient.contiguous()
-
-
-def _padded_inputs(inputs: int, plan: KernelPlan) -> int:
-    """With one more input, of the biases, and rows of 16-byte multiples: what cuBLAS needs to be fast."""
-    multiple = 16 // plan.element_bytes
-    return -(-(inputs + 1) // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Which kernels serve a layer: how its recurrent matrix is divided over the multiprocessors of a GPU.
+"""Plans of kernels: the division of a layer's recurrent matrix over the multiprocessors of a GPU.
 
 The recurrent matrix stays on chip for a whole window, so the question is what fits where. A plan divides hidden units
 over thread blocks (CTAs), columns of the batch over groups of CTAs that each hold the whole matrix, the inner dimension
@@ -8,7 +8,6 @@ of the layer and a description of the GPU: it needs no GPU, and gives the same p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,26 +17,30 @@ __all__ = ["Direction", "GpuDescription", "KernelPlan", "LayerPlan", "PlanPrecis
 Direction = Literal["forward", "backward"]
 PlanPrecision = Literal["bf16", "tf32"]
 
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 BLOCK_BYTES = 64
-"""of one row in a block of the inner dimension: four lanes load 16 bytes each"""
+"""bytes of one row in a block of the inner dimension: four lanes load 16 bytes each"""
 FRAGMENT_BYTES = 32 * 16
-"""what the lanes of a warp load at once"""
+"""bytes that the lanes of a warp load at once"""
 RANKS = 4
 """CTAs of a cluster of the backward kernel"""
 WARPS = 8
 MOST_ROW_TILES = 10
 MOST_COLUMN_TILES = 3
 REGISTERS = 188
-"""of a thread, for weights, sums and values; the others of the 255 hold addresses and what gates need"""
+"""registers of a thread for weights, sums and values; the others of the 255 hold addresses and what gates need"""
 FEW_ROW_TILES = 5
 REGISTERS_OF_CELL = 20
-"""of a thread, for each cell beyond the first that it finishes, where row tiles are more than a few: with less room the
-compiler spills, as compiling the plans of all recipes shows"""
+"""registers of a thread for each cell beyond the first that it finishes, where row tiles are more than a few: with less
+room the compiler spills, as compiling the plans of all recipes shows"""
+SIZES = ("hidden", "padded", "batch", "shared_bytes", "ctas")
+DIVISION = ("row_tiles", "column_tiles", "passes", "groups", "warps", "register_tiles")
+"""numbers of a plan that its kernels are compiled with, in upper case"""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the persistent recurrence does not serve a layer."""
+    """The reason why the persistent recurrence does not serve a layer."""
 
     reason: str
 
@@ -54,6 +57,8 @@ class GpuDescription:
     """whether a grid can be launched that is resident as a whole or not at all"""
     concurrent_runs: int = 1
     """runs that share the GPU: with several, a plan takes half of it where the layer fits there"""
+    partition: str | None = None
+    """the reason why a grid may not have the whole GPU, if other processes own parts of it"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +76,7 @@ class KernelPlan:
     passes: int
     """how often a CTA does so in each time step, each time for other columns"""
     groups: int
-    """of CTAs; each holds the whole matrix and serves its own columns"""
+    """groups of CTAs; each holds the whole matrix and serves its own columns"""
     register_tiles: int
     """tiles of the matrix that a warp keeps in registers; the others are in shared memory"""
     warps: int = WARPS
@@ -79,7 +84,8 @@ class KernelPlan:
     @property
     def padded(self) -> int:
         """The width of state and matrix with padding."""
-        return _rounded_up(self.hidden, BLOCK_BYTES // self.element_bytes)
+        multiple = BLOCK_BYTES // self.element_bytes
+        return -(-self.hidden // multiple) * multiple
 
     @property
     def element_bytes(self) -> int:
@@ -95,14 +101,9 @@ class KernelPlan:
         return 4 * self.row_tiles
 
     @property
-    def ctas_per_group(self) -> int:
-        if self.direction == "forward":
-            return -(-self.padded // self.units)
-        return RANKS * -(-self.padded // (RANKS * self.units))
-
-    @property
     def ctas(self) -> int:
-        return self.groups * self.ctas_per_group
+        cluster = 1 if self.direction == "forward" else RANKS
+        return self.groups * cluster * -(-self.padded // (cluster * self.units))
 
     @property
     def counters(self) -> int:
@@ -115,28 +116,23 @@ class KernelPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """In shared memory."""
+        """Bytes of weights in shared memory."""
         least, longer = divmod(self.inner_blocks, self.warps)
         tiles = longer * max(0, (least + 1) * self.row_tiles - self.register_tiles)
         tiles += (self.warps - longer) * max(0, least * self.row_tiles - self.register_tiles)
         return tiles * 2 * FRAGMENT_BYTES
 
     @property
-    def partial_bytes(self) -> int:
-        """Of the sums of the warps, before they are added."""
-        return self.warps * self.row_tiles * self.column_tiles * FRAGMENT_BYTES
-
-    @property
     def shared_bytes(self) -> int:
+        """Bytes of weights, of the warps' sums before they are added, of the ranks' sums, and of cells."""
         tiles = self.row_tiles * self.column_tiles
         if self.direction == "forward":
-            cells = self.passes * -(-tiles // self.warps) * self.threads * 4
-            return self.weight_bytes + self.partial_bytes + cells
-        cells = self.units * 8 * self.column_tiles
-        sums = 2 * RANKS * cells * 4
-        return (
-            self.weight_bytes + self.partial_bytes + sums + self.passes * -(-cells // self.threads) * self.threads * 4
-        )
+            sums, cells_per_thread = 0, -(-tiles // self.warps)
+        else:
+            cells = self.units * 8 * self.column_tiles
+            sums, cells_per_thread = 2 * RANKS * cells * 4, -(-cells // self.threads)
+        partials = self.warps * tiles * FRAGMENT_BYTES
+        return self.weight_bytes + partials + sums + self.passes * cells_per_thread * self.threads * 4
 
     @property
     def register_need(self) -> int:
@@ -149,25 +145,12 @@ class KernelPlan:
 
     def header(self) -> str:
         """The constants as the kernels include them."""
-        constants = {
-            "HIDDEN": self.hidden,
-            "PADDED": self.padded,
-            "BATCH": self.batch,
-            "ROW_TILES": self.row_tiles,
-            "COLUMN_TILES": self.column_tiles,
-            "PASSES": self.passes,
-            "GROUPS": self.groups,
-            "WARPS": self.warps,
-            "REGISTER_TILES": self.register_tiles,
-            "SHARED_BYTES": self.shared_bytes,
-            "CTAS": self.ctas,
-        }
         element = "Bf16" if self.precision == "bf16" else "float"
-        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
+        lines = [f"constexpr int {name.upper()} = {getattr(self, name)};" for name in SIZES + DIVISION]
         return "\n".join(["#pragma once", f"typedef {element} Element;", *lines, ""])
 
     def microseconds(self) -> float:
-        """Of a time step, by which plans that fit are ranked: measured on one H200 by ``benchmarks/recurrence.py``.
+        """Time of a step, by which plans that fit are ranked: measured on one H200 by ``benchmarks/recurrence.py``.
 
         A pass is a chain that nothing else fills: signal, wait, load the state, multiply, add up, gates. So its time is
         a constant and a share that grows with the product.
@@ -184,57 +167,40 @@ class LayerPlan:
     backward: KernelPlan
 
     def fits(self, gpu: GpuDescription) -> bool:
-        """Whether the planner could have made this plan for that GPU; what a file says need not be a plan at all."""
+        """Tell whether the planner could have made this plan for that GPU: a file may hold any numbers."""
         layer = self.forward.hidden, self.forward.batch, self.forward.precision
-        whole = gpu.multiprocessors
-        return self.forward in feasible("forward", *layer, gpu, multiprocessors=whole) and self.backward in feasible(
-            "backward", *layer, gpu, multiprocessors=whole
-        )
+        return all(getattr(self, direction) in feasible(direction, *layer, gpu) for direction in DIRECTIONS)
 
 
 def plan_layer(hidden: int, batch: int, precision: PlanPrecision, gpu: GpuDescription) -> LayerPlan | Refusal:
     """The plan of a layer of ``hidden`` units for ``batch`` columns, or why there is none."""
+    if gpu.partition is not None:
+        return Refusal(gpu.partition)
     if gpu.capability != (9, 0):
         return Refusal(f"the GPU has compute capability {gpu.capability[0]}.{gpu.capability[1]}, not 9.0 (Hopper)")
     if not gpu.cooperative:
         return Refusal("the GPU cannot launch cooperative grids")
-    kernels = []
-    for direction in ("forward", "backward"):
-        kernel = _best(direction, hidden, batch, precision, gpu)
-        if kernel is None:
+    half = replace(gpu, multiprocessors=gpu.multiprocessors // 2)
+    best: list[KernelPlan] = []
+    for direction in DIRECTIONS:
+        fitting = list(feasible(direction, hidden, batch, precision, half)) if gpu.concurrent_runs > 1 else []
+        fitting = fitting or list(feasible(direction, hidden, batch, precision, gpu))
+        if not fitting:
             return Refusal(
                 f"a recurrent matrix of {4 * hidden:,} x {hidden:,} in {precision} for {batch} columns does not fit on "
                 f"the {gpu.multiprocessors} multiprocessors of this GPU"
             )
-        kernels.append(kernel)
-    return LayerPlan(forward=kernels[0], backward=kernels[1])
-
-
-def _best(
-    direction: Direction, hidden: int, batch: int, precision: PlanPrecision, gpu: GpuDescription
-) -> KernelPlan | None:
-    shares = (2, 1) if gpu.concurrent_runs > 1 else (1,)
-    for share in shares:
-        fitting = feasible(direction, hidden, batch, precision, gpu, multiprocessors=gpu.multiprocessors // share)
-        best = min(fitting, key=KernelPlan.microseconds, default=None)
-        if best is not None:
-            return best
-    return None
+        best.append(min(fitting, key=KernelPlan.microseconds))
+    return LayerPlan(forward=best[0], backward=best[1])
 
 
 def feasible(
-    direction: Direction,
-    hidden: int,
-    batch: int,
-    precision: PlanPrecision,
-    gpu: GpuDescription,
-    *,
-    multiprocessors: int,
+    direction: Direction, hidden: int, batch: int, precision: PlanPrecision, gpu: GpuDescription
 ) -> Iterator[KernelPlan]:
     """All plans that fit, each with as many weights in registers as there is room for."""
     tiles = -(-batch // 8)
     # Clusters lie within a group of multiprocessors, and a few of each group are left over.
-    most_ctas = multiprocessors if direction == "forward" else multiprocessors * 15 // 16
+    most_ctas = gpu.multiprocessors if direction == "forward" else gpu.multiprocessors * 15 // 16
     for column_tiles in range(1, min(tiles, MOST_COLUMN_TILES) + 1):
         at_once = -(-tiles // column_tiles)
         for groups in range(1, at_once + 1):
@@ -253,15 +219,8 @@ def feasible(
                     groups=groups,
                     register_tiles=0,
                 )
-                plan = _with_registers(plan)
+                most = -(-plan.inner_blocks // plan.warps) * row_tiles
+                room = (REGISTERS - plan.register_need) // 8
+                plan = replace(plan, register_tiles=max(0, min(most, room)))
                 if plan.ctas <= most_ctas and plan.shared_bytes <= gpu.shared_bytes and plan.register_need <= REGISTERS:
                     yield plan
-
-
-def _with_registers(plan: KernelPlan) -> KernelPlan:
-    most = -(-plan.inner_blocks // plan.warps) * plan.row_tiles
-    return replace(plan, register_tiles=max(0, min(most, (REGISTERS - plan.register_need) // 8)))
-
-
-def _rounded_up(value: int, multiple: int) -> int:
-    return math.ceil(value / multiple) * multiple

@@ -1,4 +1,4 @@
-"""Which recurrence serves a layer: the persistent one where it can, torch's own LSTM everywhere else, and why.
+"""Choice of the recurrence of a layer: the persistent one where it can serve, torch's own LSTM everywhere else.
 
 A plan is asked for, compiled, loaded and tried once, at the first pass of a layer with that batch, and kept. Whatever
 stands in its way (another device, shape or dtype, a library that is missing, a GPU that is partitioned or busy) is a
@@ -7,15 +7,16 @@ reason to use torch's LSTM, and the reason can be read.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.lm.recurrence.compilation import CompilationError
-from sigsoftmax.lm.recurrence.loading import DriverError, LayerKernels, describe_gpu, partition_of_gpu
+from sigsoftmax.lm.recurrence.loading import DriverError, LayerKernels, describe_gpu
 from sigsoftmax.lm.recurrence.operation import PATIENCE_NS, persistent_lstm
 from sigsoftmax.lm.recurrence.plans import LayerPlan, PlanPrecision, Refusal, plan_layer
 
@@ -53,11 +54,8 @@ class Recurrence:
         self._chosen: dict[tuple[Key, torch.device], LayerKernels | Refusal] = {}
         self._flag: Tensor | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"concurrent_runs": self.concurrent_runs, "plans": list(self._asked.values())}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(Recurrence, concurrent_runs=self.concurrent_runs, plans=[*self._asked.values()]), ()
 
     def choose(
         self, hidden: int, batch: int, dtype: torch.dtype, device: torch.device, *, backward: bool
@@ -79,23 +77,19 @@ class Recurrence:
     def _new(self, key: Key, device: torch.device) -> LayerKernels | Refusal:
         try:
             gpu = describe_gpu(device, self.concurrent_runs)
-            partition = partition_of_gpu(device)
         except ImportError:
             return Refusal("the package cuda-bindings is not installed")
         except (RuntimeError, OSError) as error:
             return Refusal(f"the CUDA driver cannot be asked: {error}")
-        if partition is not None:
-            return Refusal(partition)
-        asked = self._asked.get(key)
-        plan = asked if asked is not None and asked.fits(gpu) else plan_layer(*key, gpu)
-        return plan if isinstance(plan, Refusal) else LayerKernels(plan, device)
-
-    # --- errors -----------------------------------------------------------------------------------------------------
+        plan, asked = plan_layer(*key, gpu), self._asked.get(key)
+        if isinstance(plan, Refusal):
+            return plan
+        return LayerKernels(asked if asked is not None and asked.fits(gpu) else plan, device)
 
     def error_flag(self, device: torch.device) -> Tensor:
         """One int32 on the device, 0 as long as all went well: kernels set it when a wait outlasts their patience.
 
-        From then on no kernel of this model waits, and results are NaN. Only :meth:`clear_error` sets it to 0 again.
+        From then on no kernel of this model waits, and results are NaN.
         """
         if self._flag is None or self._flag.device != _indexed(device):
             self._flag = torch.zeros(1, dtype=torch.int32, device=_indexed(device))
@@ -107,27 +101,17 @@ class Recurrence:
         if flag:
             raise RecurrenceFailed("forward" if flag == 1 else "backward")
 
-    def clear_error(self) -> None:
-        if self._flag is not None:
-            self._flag.zero_()
-
-    # --- what is used -----------------------------------------------------------------------------------------------
-
     def describe(self, hidden: Sequence[int], batch: int, dtype: torch.dtype, device: torch.device) -> str:
-        """One sentence: which recurrence the layers of these widths use, and why."""
+        """One sentence that names the recurrence of layers of these widths, and the reason."""
         widths: dict[str, list[int]] = {}
         for width in dict.fromkeys(hidden):
             chosen = self.choose(width, batch, dtype, device, backward=True)
-            reason = chosen.reason if isinstance(chosen, Refusal) else ""
-            widths.setdefault(reason, []).append(width)
+            widths.setdefault(chosen.reason if isinstance(chosen, Refusal) else "", []).append(width)
         parts = []
         for reason, served in widths.items():
             which = "" if len(widths) == 1 else f" for layers of {' and '.join(map(str, served))} units"
-            parts.append(
-                f"torch's own LSTM{which}, because {reason}"
-                if reason
-                else f"persistent kernels{which}, the recurrent weights staying on chip for a whole window"
-            )
+            persistent = f"persistent kernels{which}, the recurrent weights staying on chip for a whole window"
+            parts.append(f"torch's own LSTM{which}, because {reason}" if reason else persistent)
         return "LSTM recurrence: " + "; ".join(parts)
 
     def plans_in_use(self) -> tuple[LayerPlan, ...]:
@@ -136,14 +120,9 @@ class Recurrence:
         return tuple(used.values())
 
     def restore(
-        self,
-        plans: Iterable[LayerPlan],
-        hidden: Sequence[int],
-        batch: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, plans: Iterable[LayerPlan], hidden: Sequence[int], batch: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Use the plans of :meth:`plans_in_use` for a run of these layers; why it goes on differently, if it does."""
+        """Use the plans of :meth:`plans_in_use` for a run of these layers; says why, if it goes on differently."""
         self._asked = {_key(plan): plan for plan in plans}
         self._chosen.clear()
         precision: PlanPrecision = "bf16" if dtype == torch.bfloat16 else "tf32"
@@ -180,10 +159,10 @@ def _precision(dtype: torch.dtype, device: torch.device) -> PlanPrecision | Refu
 
 
 def _loaded_and_tried(kernels: LayerKernels, dtype: torch.dtype, *, backward: bool) -> Refusal | None:
-    """A window of two steps on zeros, so that what goes wrong goes wrong before a run."""
+    """Run a window of two steps on zeros, so that errors come before a run."""
     try:
         kernels.load(backward=backward)
-        hidden, batch = kernels.plan.forward.hidden, kernels.plan.forward.batch
+        hidden, batch, _ = _key(kernels.plan)
         flag = torch.zeros(1, dtype=torch.int32, device=kernels.device)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -60,7 +60,7 @@ class Updater:
         self._states = [model.zero_state(self._part, lstm_dtype(precision)) for _ in range(own // self._part)]
         self._masks = MaskSampler(
             model.config,
-            words=model.words,
+            vocabulary_size=model.vocabulary_size,
             batch=self._group,
             device=self._device,
             dtype=lstm_dtype(precision),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sigsoftmax.lm.config import ModelConfig
-from sigsoftmax.lm.dynamic.window_gradients import WindowGradients, check_text, trainable_copy, window_count
+from sigsoftmax.lm.dynamic.windows import WindowGradients, check_text, in_turn, trainable_copy, window_count
 from sigsoftmax.lm.model.language_model import LanguageModel
 
 WORDS = 9
@@ -63,8 +63,7 @@ def test_gradients_are_those_of_autograd_and_the_state_is_carried():
     text_RB = torch.randint(WORDS, (8, 2))
     seen = []
     run = WindowGradients(model, text_RB, seen.append, window=3)
-    looks = []
-    assert len(list(run.launch(looks.append))) == run.windows == len(seen) == 3
+    assert len(list(run.launch(lambda _: None))) == run.windows == len(seen) == 3
 
     features = model.features(text_RB[:3], model.zero_state(2))
     expected = torch.autograd.grad(model.loss(features, text_RB[1:4]), list(model.parameters()))
@@ -72,7 +71,7 @@ def test_gradients_are_those_of_autograd_and_the_state_is_carried():
     assert expected[-1].abs() > 0.0  # of the learned b
 
     whole = model.loss(model.features(text_RB[:-1], model.zero_state(2)), text_RB[1:])
-    assert looks[-1][0].loss == pytest.approx(whole.item(), rel=1e-6)  # windows of 3, 3 and 1
+    assert run.reports[0].loss == pytest.approx(whole.item(), rel=1e-6)  # windows of 3, 3 and 1
     assert run.scored() == 14
     assert [run.scored(windows) for windows in (1, 2, 3)] == [6, 12, 14]
 
@@ -87,10 +86,12 @@ def test_a_broken_window_is_named():
         if count == 2:
             model.embedding.fill_(torch.nan)
 
-    looks = []
-    for _ in WindowGradients(model, torch.randint(WORDS, (21, 1)), break_after_second, window=5).launch(looks.append):
+    told = []
+    run = WindowGradients(model, torch.randint(WORDS, (21, 1)), break_after_second, window=5)
+    for _ in run.launch(told.append):
         pass
-    assert looks[-1][0].broken_at == 3
+    assert run.reports[0].broken_at == 3
+    assert not told
 
 
 def test_a_limit():
@@ -110,3 +111,20 @@ def test_precisions_of_gpus_are_refused_elsewhere():
         WindowGradients(
             LanguageModel(CONFIG, WORDS), torch.randint(WORDS, (21, 1)), lambda _: None, window=5, precision="bf16"
         )
+
+
+def test_an_error_of_one_run_closes_the_others():
+    closed = []
+
+    def run(fails):
+        try:
+            yield
+            if fails:
+                raise RuntimeError("broken")
+            yield
+        finally:
+            closed.append(fails)
+
+    with pytest.raises(RuntimeError, match="broken"):
+        list(in_turn([run(False), run(True), run(False)]))
+    assert sorted(closed) == [False, False, True]
