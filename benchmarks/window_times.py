@@ -33,7 +33,7 @@ from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.regularization import MaskSampler, penalties, plain_penalties
 from sigsoftmax.lm.recipes import recipe, with_overrides
 from sigsoftmax.lm.training.evaluation import evaluate
-from sigsoftmax.lm.training.optimization import AveragedSgd
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd
 from sigsoftmax.lm.training.trainer import Trainer
 
 RECIPE, WORDS, STEPS = "ptb-softmax", 10_000, 70

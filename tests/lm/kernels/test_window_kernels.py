@@ -7,7 +7,7 @@ from tests.backends.triton.device import DEVICE, IS_INTERPRETED
 from sigsoftmax.lm import kernels
 from sigsoftmax.lm.model.embedding import dropped_embedding, plain_embedding
 from sigsoftmax.lm.model.regularization import penalties, plain_penalties
-from sigsoftmax.lm.training.optimization import AveragedSgd, joint_squares
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd, joint_squares
 
 SHAPES = [(300, 40), (5,), (), (1,), (9000,), (0,), (3, 4)]
 """several blocks, whole ones and parts, scalars, and the empty part that a process may hold"""

@@ -15,7 +15,7 @@ from torch import Tensor
 from sigsoftmax.lm.config import Precision
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import carry_over
-from sigsoftmax.lm.parallel.alone import Alone
+from sigsoftmax.lm.parallel.single_process import SingleProcessStrategy
 from sigsoftmax.lm.training.capture import RepeatedCalls
 from sigsoftmax.lm.training.precision import arithmetic, lstm_dtype
 
@@ -55,13 +55,13 @@ class Evaluator:
         *,
         precision: Precision = "float32",
         capture: bool = True,
-        parallel: Alone | None = None,
+        parallel: SingleProcessStrategy | None = None,
     ) -> None:
         if text_RB.shape[0] < 2:
             raise ValueError(f"a text must have at least 2 rows to be evaluated, got {text_RB.shape[0]}")
         self._model, self._precision = model, precision
         device = model.embedding.device
-        self._parallel = Alone(model) if parallel is None else parallel
+        self._parallel = SingleProcessStrategy(model) if parallel is None else parallel
         self._shape = text_RB.shape
         own = self._parallel.evaluated_columns(text_RB.shape[1])
         self._text_RB, self._counts = text_RB[:, own.columns].to(device), own.counts

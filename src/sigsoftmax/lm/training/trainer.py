@@ -30,12 +30,12 @@ from sigsoftmax.lm.config import LARGEST, Precision, Recipe, TrainingConfig
 from sigsoftmax.lm.data.corpus import Corpus, WindowLengths, batchify
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.memory import check_model_fits
-from sigsoftmax.lm.parallel.alone import Kind, divided
+from sigsoftmax.lm.parallel.single_process import Kind, parallel_strategy
 from sigsoftmax.lm.recurrence import RecurrenceFailed
 from sigsoftmax.lm.training import checkpoints
 from sigsoftmax.lm.training.evaluation import Evaluation, Evaluator
 from sigsoftmax.lm.training.interruption import OutOfTime, SoftStop
-from sigsoftmax.lm.training.optimization import AveragedSgd, NonMonotonicTrigger
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd, NonMonotonicTrigger
 from sigsoftmax.lm.training.precision import arithmetic, check_precision, lstm_dtype, resolve_evaluation_precision
 from sigsoftmax.lm.training.saved_models import check_same_corpus, first_not_finite, load_model, saved_meta, typed_meta
 from sigsoftmax.lm.training.saved_runs import SavedRun, check_run_tensors, prefixed, unprefixed
@@ -153,7 +153,7 @@ class Trainer:
         count = sum(parameter.numel() for parameter in self.model.parameters())
         self._recurrence = self.model.stack.recurrence
         self._recurrence.concurrent_runs = self._concurrent_runs
-        self._parallel = divided(self.model, parallel)
+        self._parallel = parallel_strategy(self.model, parallel)
         text_RB = batchify(self.corpus.train, config.batch)
         valid_RB = batchify(self.corpus.valid, config.evaluation_batch)
         self._rows = text_RB.shape[0]

@@ -19,9 +19,9 @@ from sigsoftmax.lm.config import Precision, TrainingConfig
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over
 from sigsoftmax.lm.model.regularization import MaskSampler, penalties
-from sigsoftmax.lm.parallel.alone import Alone
+from sigsoftmax.lm.parallel.single_process import SingleProcessStrategy
 from sigsoftmax.lm.training.capture import RepeatedCalls
-from sigsoftmax.lm.training.optimization import AveragedSgd
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd
 from sigsoftmax.lm.training.precision import arithmetic, lstm_dtype
 
 __all__ = ["Updater"]
@@ -45,11 +45,11 @@ class Updater:
         generator: torch.Generator,
         precision: Precision = "float32",
         capture: bool = True,
-        parallel: Alone | None = None,
+        parallel: SingleProcessStrategy | None = None,
         skip: Tensor | None = None,
     ) -> None:
         self._model, self._optimizer, self._config, self._precision = model, optimizer, config, precision
-        self._parallel = Alone(model) if parallel is None else parallel
+        self._parallel = SingleProcessStrategy(model) if parallel is None else parallel
         self._device, self._skip = model.embedding.device, skip
         self._group = config.group or config.batch
         self._columns = self._parallel.columns(config.batch, self._group)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sigsoftmax.lm.training.optimization import AveragedSgd, NonMonotonicTrigger, clip_norm_
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd, NonMonotonicTrigger, clip_norm_
 
 DECAY = 1.2e-6
 
