@@ -225,7 +225,7 @@ def test_a_process_that_dies_stops_the_others_with_a_message(kind: str, tmp_path
     assert checkpoints.load(tmp_path / "last.safetensors").meta["update"] == 2
 
 
-# --- validation ----------------------------------------------------------------------------------------------------------
+# --- validation -------------------------------------------------------------------------------------------------------
 
 
 def message_of(folder: Path, recipe: Recipe, kind: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from sigsoftmax.lm.config import PRECISIONS, Recipe
 from sigsoftmax.lm.data.corpus import Corpus
-from sigsoftmax.lm.data.corpus_files import PUBLISHED
+from sigsoftmax.lm.data.published_corpora import PUBLISHED
 from sigsoftmax.lm.parallel.single_process import KINDS, Kind
 from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision

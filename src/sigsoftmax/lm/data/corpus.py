@@ -8,7 +8,6 @@ Shapes: L words of a split, R rows (positions of a column), B columns.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from array import array
 from collections import defaultdict
@@ -22,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sigsoftmax.lm.data.corpus_files import EOS, PUBLISHED, SPLITS, Split, find, read_split, split_files, tokenise
+from sigsoftmax.lm.data.corpus_files import EOS, did_you_mean, find, read_split, split_files, tokenise
+from sigsoftmax.lm.data.published_corpora import PUBLISHED, SPLITS, Split
 from sigsoftmax.synthetic import Language
 
 __all__ = [
@@ -38,13 +38,6 @@ __all__ = [
     "evaluation_windows",
     "tokenise",
 ]
-
-CHECKSUMS: Mapping[str, str] = {
-    "ptb": "ba10aa5e1acedfbf6aea262610890fcabaa5161561ca202f8897a03fd22f7575",
-    "wikitext-2": "2b8d36a5794a54c5eda8811081c0a42926a6677e7260020e8165bf65128cb5f9",
-}
-"""Of the published texts, as :attr:`Corpus.checksum` has them."""
-
 
 EMBEDDED_LENGTHS = {"train": 200_000, "valid": 20_000, "test": 20_000}
 
@@ -89,8 +82,7 @@ class Vocabulary:
             return _stream(map(self._ids.__getitem__, words))
         except KeyError as error:
             unknown = str(error.args[0])
-        near = difflib.get_close_matches(unknown, self.words, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(unknown, self.words)
         instead = "write <unk> instead" if "<unk>" in self else "use words of the vocabulary"
         raise ValueError(f"the word {unknown!r} is not among the {len(self):,} of the vocabulary{hint}; {instead}")
 
@@ -232,12 +224,12 @@ class Corpus:
 
 def _named(corpus: Corpus, expected: str | None, folder: Path) -> Corpus:
     """The corpus under its published name if it is that text, refused if it ought to be and is not."""
-    published = {checksum: name for name, checksum in CHECKSUMS.items()}.get(corpus.checksum)
+    published = next((name for name, known in PUBLISHED.items() if known.checksum == corpus.checksum), None)
     if expected is not None and published != expected:
         raise ValueError(
             f"{folder} does not hold the published text of {expected!r}: its checksum is {corpus.checksum[:16]}..., "
-            f"not {CHECKSUMS[expected][:16]}...; get the right one with 'sigsoftmax data fetch {expected}', or use "
-            f"this one as text of your own with --data {folder}"
+            f"not {PUBLISHED[expected].checksum[:16]}...; get the right one with 'sigsoftmax data fetch {expected}', or "
+            f"use this one as text of your own with --data {folder}"
         )
     if published is None and corpus.name in (*PUBLISHED, "language"):
         # The name is kept for the published text: records must not mix the two.
