@@ -228,8 +228,8 @@ def _named(corpus: Corpus, expected: str | None, folder: Path) -> Corpus:
     if expected is not None and published != expected:
         raise ValueError(
             f"{folder} does not hold the published text of {expected!r}: its checksum is {corpus.checksum[:16]}..., "
-            f"not {PUBLISHED[expected].checksum[:16]}...; get the right one with 'sigsoftmax data fetch {expected}', or "
-            f"use this one as text of your own with --data {folder}"
+            f"not {PUBLISHED[expected].checksum[:16]}...; get the right one with 'sigsoftmax data fetch {expected}', "
+            f"or use this one as text of your own with --data {folder}"
         )
     if published is None and corpus.name in (*PUBLISHED, "language"):
         # The name is kept for the published text: records must not mix the two.
