@@ -24,7 +24,7 @@ class Setting:
 
     build: Callable[[str, Head], Recipe]
     components: int
-    """of a mixture that does not say"""
+    """components of a mixture that does not say"""
     summary: str
 
 
@@ -124,10 +124,10 @@ def _tiny(name: str, head: Head) -> Recipe:
 
 
 def _language(name: str, head: Head) -> Recipe:
-    """A width far below the rank of the language, so that heads differ, and seconds an epoch.
+    """A width far below the rank of the language, so that heads differ, and seconds per epoch.
 
     The latent layer of a mixture takes the place of the second LSTM and has about as many parameters; with both, a
-    mixture stays at the frequencies of the words for epochs before it learns from context.
+    mixture stays at the frequencies of the tokens for epochs before it learns from context.
 
     Training ends before averaging could begin, and finetuning has a fixed length: when averaging begins would otherwise
     depend on the head, and matter more than the head.

@@ -58,7 +58,7 @@ def losses_of(trainer: Trainer, updates: int | None = None) -> list[float]:
         except StopIteration:
             break
         if progress is not None and progress.record is None:
-            losses += trainer._updater.losses(progress.update - 1, progress.update)
+            losses += trainer.state.updater.losses(progress.update - 1, progress.update)
     return losses
 
 
@@ -178,7 +178,7 @@ def diverge_on_one_rank(folder: str) -> str:
     trainer = small_trainer(Path(folder), recipe=recipe_of("plain"), parallel="ddp", checkpoint_updates=2)
     losses_of(trainer, 2)
     if dist.get_rank() == 1:
-        trainer._updater._states[0][0].hidden.fill_(math.nan)
+        trainer.state.updater._states[0][0].hidden.fill_(math.nan)
     try:
         trainer.run()
     except Diverged as error:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -152,8 +152,7 @@ class Corpus:
     def split(self, name: Split) -> Tensor:
         if name not in SPLITS:
             raise ValueError(f"a corpus has the splits {', '.join(SPLITS)}, got {name!r}")
-        ids: Tensor = getattr(self, name)
-        return ids
+        return cast(Tensor, getattr(self, name))
 
     def contexts(self, name: Split) -> Tensor | None:
         """The true context of each word of a split, where it is known; that of the training text is not kept."""
@@ -182,23 +181,15 @@ class Corpus:
         paths = split_files(folder)
         assert paths is not None, "found by its files"
         if vocabulary is not None:
-            splits = {split: read_split(path, vocabulary.encode) for split, path in paths.items()}
+            splits = [read_split(paths[split], vocabulary.encode) for split in SPLITS]
             expected = None
         else:
             ids: defaultdict[str, int] = defaultdict()
             ids.default_factory = ids.__len__  # a new word gets the next id
-            splits = {
-                split: read_split(path, lambda words: _stream(map(ids.__getitem__, words)))
-                for split, path in paths.items()
-            }
+            splits = [read_split(paths[split], lambda words: _stream(map(ids.__getitem__, words))) for split in SPLITS]
             vocabulary = Vocabulary(ids)
-        corpus = cls(
-            name=folder.resolve().name,
-            vocabulary=vocabulary,
-            train=splits["train"],
-            valid=splits["valid"],
-            test=splits["test"],
-        )
+        train, valid, test = splits
+        corpus = cls(name=folder.resolve().name, vocabulary=vocabulary, train=train, valid=valid, test=test)
         return _named(corpus, expected, folder)
 
     @classmethod
@@ -294,23 +285,12 @@ class WindowLengths:
 
     def state(self) -> dict[str, Any]:
         """All that the next draws depend on, as JSON can hold it."""
-        state = self._generator.get_state(legacy=False)
-        return {
-            "key": state["state"]["key"].tolist(),
-            "position": int(state["state"]["pos"]),
-            "has_gauss": int(state["has_gauss"]),
-            "gauss": float(state["gauss"]),
-        }
+        _, key, position, has_gauss, gauss = cast(tuple[Any, ...], self._generator.get_state(legacy=True))
+        return {"key": key.tolist(), "position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._generator.set_state(
-            {
-                "bit_generator": "MT19937",
-                "state": {"key": np.array(state["key"], dtype=np.uint32), "pos": state["position"]},
-                "has_gauss": state["has_gauss"],
-                "gauss": state["gauss"],
-            }
-        )
+        key = np.array(state["key"], dtype=np.uint32)
+        self._generator.set_state(("MT19937", key, state["position"], state["has_gauss"], state["gauss"]))
 
 
 def evaluation_windows(rows: int, length: int = 70) -> Iterator[Window]:

@@ -37,6 +37,8 @@ class SingleProcessStrategy:
     """One process, which holds and computes everything. Distributed strategies override what they do together."""
 
     rank, size = 0, 1
+    can_capture = True
+    """an update and an evaluation can become CUDA graphs; exchanges between processes cannot"""
 
     def __init__(self, model: LanguageModel) -> None:
         self.forward: Callable[..., Any] = model

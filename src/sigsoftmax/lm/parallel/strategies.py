@@ -48,6 +48,8 @@ class _DistributedStrategy(SingleProcessStrategy):
     A parameter that is sharded is a DTensor, divided along its first dimension; every rank holds the others whole.
     """
 
+    can_capture = False
+
     def __init__(self, model: LanguageModel) -> None:
         self._exchange = Exchange()
         if "gloo" not in str(dist.get_backend_config()):

@@ -6,7 +6,6 @@ Shapes: R rows, B columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from sigsoftmax.lm.config import Precision
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import carry_over
 from sigsoftmax.lm.parallel.single_process import SingleProcessStrategy
-from sigsoftmax.lm.training.capture import RepeatedCalls
+from sigsoftmax.lm.training.capture import RepeatedCalls, on_stream
 from sigsoftmax.lm.training.precision import arithmetic, lstm_dtype
 
 __all__ = ["WINDOW", "Evaluation", "Evaluator", "evaluate"]
@@ -27,11 +26,11 @@ WINDOW = 70
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The sum of the negative log-likelihoods, in nats, and over how much."""
+    """The sum of the negative log-likelihoods of a text, in nats."""
 
     total: float
     scored: int
-    """tokens"""
+    """tokens over which the sum runs"""
     rows: int
     batch: int
 
@@ -54,7 +53,6 @@ class Evaluator:
         text_RB: Tensor,
         *,
         precision: Precision = "float32",
-        capture: bool = True,
         parallel: SingleProcessStrategy | None = None,
     ) -> None:
         if text_RB.shape[0] < 2:
@@ -69,7 +67,7 @@ class Evaluator:
         self._row = torch.zeros((), dtype=torch.int64, device=device)
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._steps = torch.arange(WINDOW + 1, device=device)
-        self._calls = RepeatedCalls(device, capture=capture)
+        self._calls = RepeatedCalls(device, capture=self._parallel.can_capture)
 
     def launch(self) -> Iterator[None]:
         """Give the work to the device, window by window; :meth:`result` waits for it."""
@@ -82,7 +80,7 @@ class Evaluator:
             yield
 
     def result(self) -> Evaluation:
-        """Of all columns; each process has read its own."""
+        """The evaluation of all columns; each process has read its own."""
         rows, batch = self._shape
         total = self._parallel.sum(self._total if self._counts else torch.zeros_like(self._total))
         self._model.stack.recurrence.raise_if_failed()
@@ -105,7 +103,7 @@ def evaluate(model: LanguageModel, text_RB: Tensor, *, precision: Precision = "f
     stream = torch.cuda.Stream(model.embedding.device) if model.embedding.is_cuda else None
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(model.embedding.device))
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
+    with on_stream(stream):
         evaluator = Evaluator(model, text_RB, precision=precision)
         for _ in evaluator.launch():
             pass
