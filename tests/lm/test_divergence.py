@@ -27,8 +27,8 @@ def spoil_after(trainer, epoch, update, spoil):
 
     def spoiling(*, drawn, length):
         run(drawn=drawn, length=length)
-        is_last = state.position.row + drawn >= state.rows - 2
-        if state.position.epoch == epoch and (is_last if update == -1 else state.position.update + 1 == update):
+        is_last = state.row + drawn >= state.rows - 2
+        if state.epoch == epoch and (is_last if update == -1 else state.update + 1 == update):
             spoil(trainer)
 
     state.updater.run = spoiling

@@ -153,9 +153,9 @@ class Recipe:
     )
     dynamic_evaluation: DynamicEvaluationConfig = field(default_factory=DynamicEvaluationConfig)
     seed: int = 141
-    """the published one; runs may take others"""
+    """the published seed; runs may take others"""
     overrides: tuple[str, ...] = ()
-    """what was changed of the named recipe, for records"""
+    """changes to the named recipe, for records"""
 
     def __post_init__(self) -> None:
         _check_seed("seed", self.seed)

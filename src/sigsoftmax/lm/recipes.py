@@ -279,9 +279,7 @@ def _plain_of_text(expected: Any, text: str) -> Any:
 
 
 def _text_of(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
         return ",".join(_text_of(item) for item in value)

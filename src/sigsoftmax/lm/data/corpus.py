@@ -3,7 +3,7 @@
 A corpus is three splits over one vocabulary, either files of text or samples from a language whose truth is known.
 A split is one stream of ids; it is laid out in columns, each of them text in order, and read window by window.
 
-Shapes: L words of a split, R rows (positions of a column), B columns.
+Shapes: L tokens of a split, R rows (positions of a column), B columns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def embedded_language(seed: int = 0) -> Language:
 
 
 class Vocabulary:
-    """Words and their ids, which are positions; immutable."""
+    """The words of a text and their ids, which are positions; immutable."""
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words = tuple(words)
@@ -118,7 +118,7 @@ class Corpus:
     valid: Tensor
     test: Tensor
     language: Language | None = None
-    """that drew the text, where the truth is known"""
+    """the language that drew the text, where the truth is known"""
     valid_contexts: Tensor | None = None
     """the context of the language in which each word of the split was drawn"""
     test_contexts: Tensor | None = None
@@ -132,7 +132,7 @@ class Corpus:
             contexts = self.contexts(split)
             if contexts is not None and contexts.shape != ids.shape:
                 raise ValueError(
-                    f"the {split} split must have one context a word, {ids.numel():,}, got {contexts.numel():,}"
+                    f"the {split} split must have one context per word, {ids.numel():,}, got {contexts.numel():,}"
                 )
 
     @property
@@ -233,7 +233,7 @@ def _stream(ids: Iterator[int]) -> Tensor:
 
 
 def batchify(ids_L: Tensor, batch: int) -> Tensor:
-    """Columns of text in order, (R, B): R = L // B, and the last L - R B words are left out."""
+    """Columns of text in order, (R, B): R = L // B, and the last L - R B tokens are left out."""
     if batch < 1:
         raise ValueError(f"the batch must have at least one column, got {batch}")
     rows = ids_L.numel() // batch

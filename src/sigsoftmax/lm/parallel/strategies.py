@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class _DistributedStrategy(SingleProcessStrategy):
-    """What all ranks share: numbers, flags, waiting, gradients, and parameters of which a rank holds a part.
+    """Numbers, flags, waiting and gradients of all ranks, and parameters of which a rank holds a part.
 
     A parameter that is sharded is a DTensor, divided along its first dimension; every rank holds the others whole.
     """

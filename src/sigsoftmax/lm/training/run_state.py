@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +28,10 @@ from sigsoftmax.lm.training.updates import Updater
 from sigsoftmax.records.envelope import to_plain
 from sigsoftmax.records.schemas.training import RunIdentity
 
-__all__ = ["Position", "RunState"]
+__all__ = ["RunState"]
 
-
-@dataclass
-class Position:
-    """The place of a run in its epochs; the fields are those of :class:`SavedRun`."""
-
-    epoch: int = 1
-    row: int = 0
-    update: int = 0
-    seconds: float = 0.0
-    """spent on the epoch before a resumption"""
-    stale: bool = False
-    best_epoch: int = 0
-    valid_loss: float | None = None
-    """validation loss of the best epoch, over rows; None before the first"""
-
-    def __str__(self) -> str:
-        if self.update:
-            return f"after update {self.update} of epoch {self.epoch}"
-        return f"after epoch {self.epoch - 1}" if self.epoch > 1 else "before the first update"
+POSITION = ("epoch", "row", "update", "seconds", "stale", "best_epoch", "valid_loss")
+"""Attributes of a run that are fields of :class:`SavedRun` by the same names."""
 
 
 class RunState:
@@ -100,9 +82,21 @@ class RunState:
             skip=self.recurrence.error_flag(self.device) if self.device.type == "cuda" else None,
         )
         self.trigger = NonMonotonicTrigger(config.patience)
-        self.position = Position()
+        self.epoch, self.row, self.update, self.stale = 1, 0, 0, False
+        self.seconds = 0.0
+        """time spent on the epoch before a resumption"""
+        self.best_epoch = 0
+        self.valid_loss: float | None = None
+        """validation loss of the best epoch, over rows; None before the first"""
         self.best: dict[str, Tensor] = {}
         """the parts of the best weights that this process holds"""
+
+    @property
+    def position(self) -> str:
+        """The place of the run in its epochs, for messages."""
+        if self.update:
+            return f"after update {self.update} of epoch {self.epoch}"
+        return f"after epoch {self.epoch - 1}" if self.epoch > 1 else "before the first update"
 
     def _new_model(self, seed: int) -> LanguageModel:
         config, size = self.recipe.model, len(self.corpus.vocabulary)
@@ -116,7 +110,7 @@ class RunState:
 
     def keep_best(self, loss: float, *, epoch: int) -> None:
         self.best = {name: tensor.detach().clone() for name, tensor in self.parallel.parts.items()}
-        self.position.valid_loss, self.position.best_epoch = loss, epoch
+        self.valid_loss, self.best_epoch = loss, epoch
 
     def describe_recurrence(self) -> str:
         """One sentence: what computes the LSTM layers, why, and how a resumption has changed it."""
@@ -144,14 +138,13 @@ class RunState:
 
     def model_meta(self) -> dict[str, Any]:
         """The meta of the best weights: enough to build the model again and to know its text."""
-        at = self.position
-        return saved_meta(self.recipe, self.identity, self.corpus, epoch=at.best_epoch, valid_loss=at.valid_loss)
+        return saved_meta(self.recipe, self.identity, self.corpus, epoch=self.best_epoch, valid_loss=self.valid_loss)
 
     def meta(self, *, seconds: float, records_bytes: int) -> dict[str, Any]:
         """The meta of the run, as :class:`SavedRun` reads it; ``seconds`` are those spent on the epoch."""
         return {
             **self.model_meta(),
-            **vars(self.position),
+            **{name: getattr(self, name) for name in POSITION},
             "seconds": seconds,
             "losses": self.trigger.losses,
             "window_lengths": self.lengths.state(),
@@ -177,7 +170,8 @@ class RunState:
         self.optimizer.restore(self._with_averages(unprefixed("optimizer", tensors), own))
         self.lengths.restore(dataclasses.asdict(meta.window_lengths))
         self.trigger = NonMonotonicTrigger(self.config.patience, meta.losses)
-        self.position = Position(**{name: getattr(meta, name) for name in vars(self.position)})
+        for name in POSITION:
+            setattr(self, name, getattr(meta, name))
         with arithmetic(self.precision, self.device):
             self._recurrence_change = self.recurrence.restore(
                 meta.recurrence,

@@ -53,7 +53,7 @@ class SavedModel:
         "a run's last.safetensors is for going on with the run, and best.safetensors for using the model; if that one "
         "is no good, train it anew"
     )
-    """what to do about a file that is refused"""
+    """advice about a file that is refused"""
 
     recipe: Recipe
     run: RunIdentity
@@ -61,7 +61,7 @@ class SavedModel:
     corpus: CorpusIdentity
     best_epoch: int
     valid_loss: float | None
-    """of the best epoch; None before the first"""
+    """validation loss of the best epoch; None before the first"""
 
     def __post_init__(self) -> None:
         for what, told, here in (
@@ -101,7 +101,7 @@ class LoadedModel:
     run: RunIdentity
     vocabulary: Vocabulary
     epoch: int
-    """of training, after which these weights were the best"""
+    """epoch of training after which these weights were the best"""
     meta: SavedModel
 
 

@@ -50,15 +50,15 @@ class SavedRun(SavedModel):
     )
 
     epoch: int
-    """the one to go on with, from 1"""
+    """the epoch to go on with, from 1"""
     row: int
     update: int
-    """both of that epoch, from 0"""
+    """row and update in that epoch, from 0"""
     seconds: float
-    """spent on that epoch"""
+    """time spent on that epoch"""
     stale: bool
     losses: tuple[float, ...]
-    """of validation, one for each epoch that has ended"""
+    """validation losses, one for each epoch that has ended"""
     window_lengths: SavedWindowLengths
     records_bytes: int
     """length of the records when this was saved"""

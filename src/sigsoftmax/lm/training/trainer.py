@@ -57,19 +57,19 @@ class Progress:
     epoch: int
     epochs: int
     update: int
-    """of the epoch"""
+    """number of the update in the epoch"""
     row: int
     rows: int
     tokens_per_second: float
-    """of the epoch so far"""
+    """speed in the epoch so far"""
     seconds_left: float | None
-    """until the end of the epoch"""
+    """time until the end of the epoch"""
     loss: float | None
     """mean of the last full part of the epoch"""
     record: EpochRecord | None = None
-    """when an epoch has ended"""
+    """given when an epoch has ended"""
     note: str | None = None
-    """what a run says once, before it begins"""
+    """said once, before a run begins"""
 
 
 class Trainer:
@@ -86,7 +86,7 @@ class Trainer:
         self._evaluation_precision = resolve_evaluation_precision(options.evaluation_precision, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._saved_position: str | None = None
-        """that ``last.safetensors`` has; None where there is none"""
+        """position in ``last.safetensors``; None where there is none"""
         self._saved_best: int | None = None
         """the epoch of ``best.safetensors``"""
         self._divergence: Diverged | None = None
@@ -108,8 +108,7 @@ class Trainer:
             elif state.parallel.is_first:
                 # A run that died before its first checkpoint begins anew, and its epochs would be recorded twice.
                 self.records_path.unlink(missing_ok=True)
-            at = state.position
-            state.parallel.check_same([at.epoch, at.row, at.update], str(self.last_path))
+            state.parallel.check_same([state.epoch, state.row, state.update], str(self.last_path))
         self._events = self._run()
 
     def _resume(self) -> None:
@@ -122,7 +121,7 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        return self.state.position.stale or self.state.position.epoch > self.state.config.epochs
+        return self.state.stale or self.state.epoch > self.state.config.epochs
 
     def advance(self) -> Progress | None:
         """Do a little: give an update to the device, or look whether it is ready (None). StopIteration at the end."""
@@ -146,8 +145,8 @@ class Trainer:
             self._check_finite(tensors)
             self._save_best(best)
             if state.parallel.is_first:
-                running = time.monotonic() - self._began if state.position.update else 0.0
-                seconds = state.position.seconds + running
+                running = time.monotonic() - self._began if state.update else 0.0
+                seconds = state.seconds + running
                 checkpoints.save(
                     self.last_path, tensors, state.meta(seconds=seconds, records_bytes=self._records_bytes())
                 )
@@ -160,8 +159,8 @@ class Trainer:
             checkpoints.save(self.best_path, best, self.state.model_meta())
 
     def _note_saved(self) -> None:
-        self._saved_position = str(self.state.position)
-        self._saved_best = self.state.position.best_epoch if self.state.best else None
+        self._saved_position = self.state.position
+        self._saved_best = self.state.best_epoch if self.state.best else None
 
     def _records_bytes(self) -> int:
         return self.records_path.stat().st_size if self.records_path.exists() else 0
@@ -169,16 +168,16 @@ class Trainer:
     def _run(self) -> Generator[Progress | None, None, None]:
         state = self.state
         if not self.finished:
-            yield dataclasses.replace(self._progress(state.position.row, None), note=state.describe_recurrence())
+            yield dataclasses.replace(self._progress(state.row, None), note=state.describe_recurrence())
         if state.phase == "finetune" and not state.best:
             evaluation = yield from self._validated()
             state.keep_best(evaluation.loss_over_rows, epoch=0)
         while not self.finished:
-            if state.position.update == 0:
+            if state.update == 0:
                 state.updater.begin_epoch()
-                state.position.seconds = 0.0
+                state.seconds = 0.0
             yield from self._updates()
-            yield from self._validate(state.position.seconds + time.monotonic() - self._began)
+            yield from self._validate(state.seconds + time.monotonic() - self._began)
             if self.finished or self._save_is_due():
                 self.save()
         if not self.last_path.exists():
@@ -186,17 +185,17 @@ class Trainer:
 
     def _updates(self) -> Generator[Progress | None, None, None]:
         self._began = time.monotonic()
-        state, at = self.state, self.state.position
-        first_row, in_flight, loss = at.row, deque[torch.cuda.Event](), None
-        for window in state.lengths.epoch(state.rows, start=at.row):
+        state = self.state
+        first_row, in_flight, loss = state.row, deque[torch.cuda.Event](), None
+        for window in state.lengths.epoch(state.rows, start=state.row):
             self._check_step_size(window.drawn)
             state.updater.run(drawn=window.drawn, length=window.length)
-            at.row, at.update = at.row + window.drawn, at.update + 1
+            state.row, state.update = state.row + window.drawn, state.update + 1
             if self._stream is not None:
                 in_flight.append(self._stream.record_event())
                 if len(in_flight) > IN_FLIGHT:
                     yield from _until_done(in_flight.popleft())
-            if at.update % PART == 0:
+            if state.update % PART == 0:
                 loss = self._check_losses()
             if self._save_is_due():
                 self.save()
@@ -209,21 +208,21 @@ class Trainer:
 
     def _validate(self, seconds_training: float) -> Generator[Progress | None, None, None]:
         began = time.monotonic()
-        state, at = self.state, self.state.position
+        state = self.state
         optimizer = state.optimizer.mode
         state.optimizer.exchange()
         evaluation = yield from self._validated()
         # The published scripts compare losses over rows; a constant factor changes no comparison.
-        is_best = at.valid_loss is None or evaluation.loss_over_rows < at.valid_loss
+        is_best = state.valid_loss is None or evaluation.loss_over_rows < state.valid_loss
         if is_best:
-            state.keep_best(evaluation.loss_over_rows, epoch=at.epoch)
+            state.keep_best(evaluation.loss_over_rows, epoch=state.epoch)
         state.optimizer.exchange()
-        losses = state.updater.losses(0, at.update)
+        losses = state.updater.losses(0, state.update)
         record = EpochRecord(
             run=self.identity,
-            epoch=at.epoch,
+            epoch=state.epoch,
             optimizer=optimizer,
-            updates=at.update,
+            updates=state.update,
             train_loss=math.fsum(losses) / len(losses),
             train_loss_parts=_part_means(losses),
             valid_loss=evaluation.loss,
@@ -240,12 +239,12 @@ class Trainer:
             append(self.records_path, Record.of(record, Environment.here(state.device)))
         if state.trigger.fires(evaluation.loss_over_rows):
             if state.config.stop_when_stale:
-                at.stale = True
+                state.stale = True
             else:
                 state.optimizer.begin_averaging()
         progress = dataclasses.replace(self._progress(0, record.train_loss), record=record)
         # Before control is given away: whoever gets it may save.
-        at.epoch, at.row, at.update = at.epoch + 1, 0, 0
+        state.epoch, state.row, state.update = state.epoch + 1, 0, 0
         yield progress
 
     def _validated(self) -> Generator[None, None, Evaluation]:
@@ -263,15 +262,15 @@ class Trainer:
 
     def _check_losses(self) -> float | None:
         """The mean loss of the last full part. Raises before anything is saved if a loss is not finite."""
-        at = self.state.position
+        state = self.state
         try:
-            self.state.recurrence.raise_if_failed()
+            state.recurrence.raise_if_failed()
         except RecurrenceFailed as error:
-            raise self._diverged(f"{error.problem}, {at}", error.ADVICE) from None
-        losses = self.state.updater.losses(0, at.update)
+            raise self._diverged(f"{error.problem}, {state.position}", error.ADVICE) from None
+        losses = state.updater.losses(0, state.update)
         for index, loss in enumerate(losses):
             if not math.isfinite(loss):
-                raise self._diverged(f"the loss became {loss} at update {index + 1} of epoch {at.epoch}")
+                raise self._diverged(f"the loss became {loss} at update {index + 1} of epoch {state.epoch}")
         means = _part_means(losses)
         return means[-1] if means else None
 
@@ -292,7 +291,7 @@ class Trainer:
 
     def _diverged(self, problem: str, advice: str | None = None) -> Diverged:
         """The error to raise, which tells what is kept. The best weights, which are finite, are kept first."""
-        parallel, best_epoch = self.state.parallel, self.state.position.best_epoch
+        parallel, best_epoch = self.state.parallel, self.state.best_epoch
         best = parallel.whole(self.state.best)
         if best and self._saved_best != best_epoch:
             self._save_best(best)
@@ -314,16 +313,16 @@ class Trainer:
         return self.state.parallel.any(time.monotonic() - self._saved >= self.options.checkpoint_seconds)
 
     def _progress(self, first_row: int, loss: float | None) -> Progress:
-        state, at = self.state, self.state.position
-        elapsed, rows_done = time.monotonic() - self._began, at.row - first_row
+        state = self.state
+        elapsed, rows_done = time.monotonic() - self._began, state.row - first_row
         return Progress(
-            epoch=at.epoch,
+            epoch=state.epoch,
             epochs=state.config.epochs,
-            update=at.update,
-            row=min(at.row, state.rows),
+            update=state.update,
+            row=min(state.row, state.rows),
             rows=state.rows,
             tokens_per_second=rows_done * state.config.batch / max(elapsed, 1e-9),
-            seconds_left=elapsed * max(state.rows - at.row, 0) / rows_done if rows_done > 0 else None,
+            seconds_left=elapsed * max(state.rows - state.row, 0) / rows_done if rows_done > 0 else None,
             loss=loss,
         )
 
