@@ -40,22 +40,16 @@ def _finetuning(**values: Any) -> TrainingConfig:
     return TrainingConfig(optimizer="asgd", stop_when_stale=True, window_seed=331, **values)
 
 
+def _mixture(head: Head, **values: Any) -> ModelConfig:
+    return ModelConfig(head=str(head), floor=1e-8, dropout_latent=0.29, **values)
+
+
 def _ptb(name: str, head: Head) -> Recipe:
     if head.components > 1:
         return Recipe(
             name=name,
             corpus="ptb",
-            model=ModelConfig(
-                head=str(head),
-                embedding=280,
-                hidden=(960, 960, 620),
-                floor=1e-8,
-                dropout_words=0.1,
-                dropout_input=0.4,
-                dropout_hidden=0.225,
-                dropout_output=0.4,
-                dropout_latent=0.29,
-            ),
+            model=_mixture(head, embedding=280, hidden=(960, 960, 620), dropout_input=0.4, dropout_hidden=0.225),
             training=TrainingConfig(learning_rate=20.0, epochs=1000, batch=12, longest_window=110),
             finetuning=_finetuning(learning_rate=25.0, epochs=1000, batch=12, longest_window=110),
             dynamic_evaluation=rms_form(0.002, 0.075, 0.001, windows=1859, tensors=17),
@@ -76,17 +70,7 @@ def _wt2(name: str, head: Head) -> Recipe:
         return Recipe(
             name=name,
             corpus="wikitext-2",
-            model=ModelConfig(
-                head=str(head),
-                embedding=300,
-                hidden=(1150, 1150, 650),
-                floor=1e-8,
-                dropout_words=0.1,
-                dropout_input=0.55,
-                dropout_hidden=0.2,
-                dropout_output=0.4,
-                dropout_latent=0.29,
-            ),
+            model=_mixture(head, embedding=300, hidden=(1150, 1150, 650), dropout_input=0.55, dropout_hidden=0.2),
             training=TrainingConfig(learning_rate=15.0, epochs=1000, batch=15, group=5, longest_window=90),
             finetuning=_finetuning(learning_rate=20.0, epochs=1000, batch=15, group=5, longest_window=90),
             dynamic_evaluation=rms_form(0.002, 0.02, 0.002, windows=4177, tensors=17),

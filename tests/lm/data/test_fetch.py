@@ -22,8 +22,6 @@ import pytest
 
 pytest.importorskip("pooch")
 
-from tests.lm.corpora import folder_of
-
 from sigsoftmax import cli
 from sigsoftmax.lm.data import download_files
 from sigsoftmax.lm.data import fetch as fetching
@@ -503,19 +501,3 @@ def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys):
         watch("train.txt", 20, 20)
         watch("unknown.zip", 5, 0)
     assert "train.txt" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_corpora_are_those_here(name):
-    folder = folder_of(name)
-    for split, published in PUBLISHED[name].files.items():
-        path = folder / f"{split}.txt"
-        assert path.stat().st_size == published.size
-        assert hashlib.sha256(path.read_bytes()).hexdigest() == published.sha256
-
-
-def test_every_published_corpus_has_its_files_at_several_addresses():
-    for source in PUBLISHED.values():
-        assert set(source.files) == {"train", "valid", "test"}
-        assert len(source.addresses) >= 2
-        assert all("{split}" in address and address.startswith("https://") for address in source.addresses)
