@@ -49,7 +49,7 @@ class Updater:
         parallel: SingleProcessStrategy | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        self._model, self._optimizer, self._config, self._precision = model, optimizer, config, precision
+        self._optimizer, self._config, self._precision = optimizer, config, precision
         self._parallel = SingleProcessStrategy(model) if parallel is None else parallel
         self._device, self._skip = model.embedding.device, skip
         self._group = config.group or config.batch
