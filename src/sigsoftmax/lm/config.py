@@ -116,6 +116,10 @@ class TrainingConfig:
         if self.stop_when_stale and self.optimizer == "nt-asgd":
             raise ValueError("stop_when_stale goes with optimizer 'asgd': under 'nt-asgd' the trigger begins averaging")
 
+    def step_size(self, drawn: int) -> float:
+        """The learning rate of a window whose drawn length is ``drawn``."""
+        return self.learning_rate * drawn / self.bptt
+
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicEvaluationConfig:

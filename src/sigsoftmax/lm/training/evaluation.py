@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.lm.config import Precision
+from sigsoftmax.lm.data.corpus import evaluation_windows
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import carry_over
 from sigsoftmax.lm.parallel.single_process import SingleProcessStrategy
@@ -73,10 +75,8 @@ class Evaluator:
         """Give the work to the device, window by window; :meth:`result` waits for it."""
         for tensor in (self._row, self._total, *(t for state in self._states for t in state)):
             tensor.zero_()
-        last = self._text_RB.shape[0] - 1
-        for start in range(0, last, WINDOW):
-            length = min(WINDOW, last - start)
-            self._calls(length, lambda length=length: self._window(length))  # type: ignore[misc]
+        for window in evaluation_windows(self._text_RB.shape[0], WINDOW):
+            self._calls(window.length, partial(self._window, window.length))
             yield
 
     def result(self) -> Evaluation:

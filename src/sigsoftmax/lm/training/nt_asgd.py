@@ -132,8 +132,8 @@ class AveragedSgd:
         )
 
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Swap weights and averages in place, once there are averages: twice is not at all."""
+    def swap_averages(self) -> None:
+        """Swap weights and averages in place, once there are averages; a second call swaps them back."""
         if not self.averages:
             return
         for average, parameter in zip(self.averages, self.parameters, strict=True):

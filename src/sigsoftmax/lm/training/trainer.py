@@ -210,13 +210,13 @@ class Trainer:
         began = time.monotonic()
         state = self.state
         optimizer = state.optimizer.mode
-        state.optimizer.exchange()
+        state.optimizer.swap_averages()
         evaluation = yield from self._validated()
         # The published scripts compare losses over rows; a constant factor changes no comparison.
         is_best = state.valid_loss is None or evaluation.loss_over_rows < state.valid_loss
         if is_best:
             state.keep_best(evaluation.loss_over_rows, epoch=state.epoch)
-        state.optimizer.exchange()
+        state.optimizer.swap_averages()
         losses = state.updater.losses(0, state.update)
         record = EpochRecord(
             run=self.identity,
@@ -282,7 +282,7 @@ class Trainer:
             raise self._diverged(f"the state of the run ({where}) is no longer finite {self.state.position}")
 
     def _check_step_size(self, drawn: int) -> None:
-        step_size = self.state.config.learning_rate * drawn / self.state.config.bptt
+        step_size = self.state.config.step_size(drawn)
         if step_size > LARGEST:
             raise self._diverged(
                 f"a window of {drawn} steps would take a step of size {step_size:g}, more than float32 can hold, "

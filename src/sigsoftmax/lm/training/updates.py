@@ -122,7 +122,7 @@ class Updater:
             carry_over(states, features.states)
         self._optimizer.update(
             self._parallel.take_gradients(),
-            self._config.learning_rate * drawn / self._config.bptt,
+            self._config.step_size(drawn),
             skip=self._skip,
         )
         mean_loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
