@@ -30,7 +30,7 @@ from sigsoftmax.lm.recipes import recipe, with_overrides
 from sigsoftmax.lm.training.evaluation import WINDOW, evaluate
 from sigsoftmax.lm.training.precision import arithmetic
 from sigsoftmax.lm.training.saved_models import load_model
-from sigsoftmax.lm.training.trainer import Progress, Trainer, run_together
+from sigsoftmax.lm.training.trainer import Progress, Trainer, TrainerOptions, run_together
 from sigsoftmax.records import Environment, Payload, Record, append
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
 from sigsoftmax.records.schemas.training import EvaluationRecord
@@ -94,18 +94,14 @@ class Bench:
         trainers = []
         for run in runs:
             chosen = with_overrides(recipe(run.recipe), [f"training.epochs={self.epochs or run.epochs}"])
-            trainers.append(
-                Trainer(
-                    chosen,
-                    self.corpus_of(run.recipe),
-                    run.folder,
-                    seed=run.seed,
-                    device=self.device,
-                    precision=run.precision,
-                    checkpoint_seconds=1e9,
-                    concurrent_runs=len(runs),
-                )
+            options = TrainerOptions(
+                seed=run.seed,
+                device=self.device,
+                precision=run.precision,
+                checkpoint_seconds=1e9,
+                concurrent_runs=len(runs),
             )
+            trainers.append(Trainer(chosen, self.corpus_of(run.recipe), run.folder, options))
         for ended in run_together(trainers, _print_epoch):
             with (self.results / file).open("a") as merged, ended.records_path.open() as own:
                 shutil.copyfileobj(own, merged)
@@ -186,10 +182,13 @@ def log_prob_blocks(model: LanguageModel, ids_L: Tensor) -> Iterator[Tensor]:
 
 def _print_epoch(trainer: Trainer, progress: Progress) -> None:
     if progress.note is not None:
-        print(f"{trainer.identity.recipe} {trainer.precision} seed {trainer.seed}: {progress.note}", flush=True)
+        print(
+            f"{trainer.identity.recipe} {trainer.identity.precision} seed {trainer.identity.seed}: {progress.note}",
+            flush=True,
+        )
     if (record := progress.record) is not None:
         print(
-            f"{trainer.identity.recipe} {trainer.precision} seed {trainer.seed} epoch {record.epoch}: "
+            f"{record.run.recipe} {record.run.precision} seed {record.run.seed} epoch {record.epoch}: "
             f"train {record.train_loss:.3f} valid {record.valid_perplexity:.1f} "
             f"in {record.seconds_training:.1f} + {record.seconds_validation:.1f} s ({record.peak_mib or 0:.0f} MiB)",
             flush=True,

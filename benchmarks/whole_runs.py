@@ -15,7 +15,7 @@ from write_docs import NO_RECORDS, markdown_table
 
 from sigsoftmax.lm.dynamic.search import grid
 from sigsoftmax.lm.recipes import recipe, with_overrides
-from sigsoftmax.lm.training.optimization import NonMonotonicTrigger
+from sigsoftmax.lm.training.nt_asgd import NonMonotonicTrigger
 from sigsoftmax.records.published import paper
 from sigsoftmax.records.published.paper import Split, Stage
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum

@@ -34,8 +34,8 @@ from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.regularization import MaskSampler, penalties
 from sigsoftmax.lm.recipes import recipe, with_overrides
 from sigsoftmax.lm.training.evaluation import evaluate
-from sigsoftmax.lm.training.optimization import AveragedSgd
-from sigsoftmax.lm.training.trainer import Trainer
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd
+from sigsoftmax.lm.training.trainer import Trainer, TrainerOptions
 
 RECIPE, WORDS, STEPS = "ptb-softmax", 10_000, 70
 COMPARED_WINDOWS, TIMED_WINDOWS = 1500, 600
@@ -121,7 +121,8 @@ def operations() -> None:
 def dynamic(corpus: Corpus) -> None:
     config = with_overrides(recipe(RECIPE), ["training.epochs=2"])
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, corpus, folder, device="cuda", precision="bf16", checkpoint_seconds=math.inf)
+        options = TrainerOptions(device="cuda", precision="bf16", checkpoint_seconds=math.inf)
+        trainer = Trainer(config, corpus, folder, options)
         trainer.run(lambda at: None if at.record is None else print(at.record, flush=True))
     model = trainer.model
     for split, columns in (("valid", 10), ("test", 1)):

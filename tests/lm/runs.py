@@ -7,7 +7,7 @@ import torch
 from sigsoftmax.lm.config import ModelConfig, Recipe, TrainingConfig
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.training import checkpoints
-from sigsoftmax.lm.training.trainer import Trainer
+from sigsoftmax.lm.training.trainer import Trainer, TrainerOptions
 from sigsoftmax.records import read
 from sigsoftmax.records.schemas.training import EpochRecord
 from sigsoftmax.synthetic import Language
@@ -35,9 +35,28 @@ def small_corpus(seed=0):
     return Corpus.of_language(language, train=600, valid=120, test=120, seed=seed)
 
 
-def small_trainer(folder, **options):
-    recipe = options.pop("recipe", None) or small_recipe()
-    return Trainer(recipe, options.pop("corpus", None) or small_corpus(), folder, **options)
+def small_trainer(folder, *, recipe=None, corpus=None, checkpoint_updates=None, **options):
+    trainer = Trainer(recipe or small_recipe(), corpus or small_corpus(), folder, TrainerOptions(**options))
+    if checkpoint_updates is not None:
+        save_every(trainer, checkpoint_updates)
+    return trainer
+
+
+def save_every(trainer, updates):
+    """Make checkpoints due after so many updates, whatever the clock says."""
+    run, save = trainer.state.updater.run, trainer.save
+    since = [0]
+
+    def counted(**window):
+        run(**window)
+        since[0] += 1
+
+    def saved():
+        save()
+        since[0] = 0
+
+    trainer.state.updater.run, trainer.save = counted, saved
+    trainer._save_is_due = lambda: since[0] >= updates
 
 
 def epochs_of(folder):

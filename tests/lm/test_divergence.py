@@ -23,15 +23,15 @@ def recipe(**training):
 
 def spoil_after(trainer, epoch, update, spoil):
     """Let ``spoil`` loose right after an update of an epoch; ``update`` -1 is the last one."""
-    run = trainer._updater.run
+    state, run = trainer.state, trainer.state.updater.run
 
     def spoiling(*, drawn, length):
         run(drawn=drawn, length=length)
-        is_last = trainer._row + drawn >= trainer._rows - 2
-        if trainer._epoch == epoch and (is_last if update == -1 else trainer._update + 1 == update):
+        is_last = state.row + drawn >= state.rows - 2
+        if state.epoch == epoch and (is_last if update == -1 else state.update + 1 == update):
             spoil(trainer)
 
-    trainer._updater.run = spoiling
+    state.updater.run = spoiling
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def infinite_bias(trainer):
 
 @torch.no_grad()
 def infinite_average(trainer):
-    trainer._optimizer.averages[0][1, 1] = math.inf
+    trainer.state.optimizer.averages[0][1, 1] = math.inf
 
 
 def assert_finite_files(folder):

@@ -11,7 +11,7 @@ from sigsoftmax.lm.config import ModelConfig, TrainingConfig
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.regularization import WeightDrop
 from sigsoftmax.lm.training.evaluation import evaluate
-from sigsoftmax.lm.training.optimization import AveragedSgd
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd
 from sigsoftmax.lm.training.precision import arithmetic
 from sigsoftmax.lm.training.trainer import run_together
 from sigsoftmax.lm.training.updates import Updater

@@ -82,7 +82,8 @@ def run_killed(folder, kills, seed, epochs):
         "from pathlib import Path; from tests.lm.test_kills import kill_often; "
         f"kill_often(Path({str(folder)!r}), {kills}, {seed}, {epochs})"
     )
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [int(number) for number in done.stdout.split()]

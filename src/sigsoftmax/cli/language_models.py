@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigsoftmax.cli.parser import Parser, Verbs, add_out, numbers, progress, say
+from sigsoftmax.lm.data.published_corpora import PUBLISHED
 
 if TYPE_CHECKING:
     from sigsoftmax.experiments.runs.run import Resources
@@ -103,11 +104,11 @@ def _add_data(verbs: Verbs) -> None:
         "fetch",
         _fetch,
         summary="download a corpus, checked and resumable",
-        description="Downloads Penn Treebank or WikiText-2, checks every byte, and goes on where it was stopped.",
+        description="Downloads a published corpus, checks every byte, and goes on where it was stopped.",
         example="data fetch ptb",
     )
     verbs.parsers["data fetch"] = fetch
-    fetch.add_argument("corpus", metavar="CORPUS", help="ptb or wikitext-2")
+    fetch.add_argument("corpus", metavar="CORPUS", help=" or ".join(PUBLISHED))
     fetch.add_argument("--data", type=Path, metavar="FOLDER", help="in which a folder of that name is made")
 
 

@@ -1,4 +1,4 @@
-"""What a run is made of: the model, the two phases of training, dynamic evaluation, and a recipe that holds them all.
+"""The configuration of a run: model, the two phases of training, dynamic evaluation, and a recipe that holds them all.
 
 Every field is checked on construction. The values of the published recipes are in ``recipes``.
 """
@@ -21,7 +21,7 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """positive numbers that float32 holds with all its digits"""
 EVALUATION_PRECISIONS: tuple[Precision, ...] = ("float32", "tf32")
-"""what validation and test run in: weights and state are float32 in both"""
+"""arithmetic of validation and test: weights and state are float32 in both"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class ModelConfig:
     floor: float = 0.0
     """added to every probability of a mixture, without renormalising; the published code has 1e-8"""
     dropout_words: float = 0.1
-    """rows of the embedding, at the input alone"""
+    """on rows of the embedding, at the input alone"""
     dropout_input: float = 0.4
     dropout_hidden: float = 0.25
     """between LSTM layers"""
     dropout_output: float = 0.4
     dropout_latent: float = 0.0
-    """of a mixture's latent vectors"""
+    """on a mixture's latent vectors"""
     weight_drop: float = 0.5
     """elements of the hidden-to-hidden matrices"""
 
@@ -53,12 +53,11 @@ class ModelConfig:
             number = value.initial if isinstance(value, Learned) else value
             if isinstance(number, int | float):
                 _check_number(f"{name} of the head {self.head}", abs(number))
-        # How wide a model may be depends on the memory: whoever builds it checks that.
-        _check_integer("embedding", self.embedding)
         if not self.hidden:
             raise ValueError("hidden must name the width of at least one LSTM layer, got ()")
-        for width in self.hidden:
-            _check_integer("hidden", width)
+        # How wide a model may be depends on the memory: whoever builds it checks that.
+        for name, width in (("embedding", self.embedding), *(("hidden", width) for width in self.hidden)):
+            _check_integer(name, width)
         if head.components == 1 and self.hidden[-1] != self.embedding:
             raise ValueError(
                 f"the last LSTM layer feeds the tied matrix, so its width must be that of the embedding, "
@@ -67,9 +66,9 @@ class ModelConfig:
         if head.components == 1 and (self.floor or self.dropout_latent):
             raise ValueError(f"floor and dropout_latent belong to a mixture, and the head is {self.head!r}")
         _check_number("floor", self.floor)
-        for name in ("words", "input", "hidden", "output", "latent"):
-            _check_rate(f"dropout_{name}", getattr(self, f"dropout_{name}"))
-        _check_rate("weight_drop", self.weight_drop)
+        for name, rate in vars(self).items():
+            if name.startswith(("dropout_", "weight_drop")) and not 0.0 <= rate < 1.0:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {rate}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ class TrainingConfig:
     longest_window: int | None = None
     """a cap on drawn lengths"""
     window_seed: int | None = None
-    """of the window lengths; None: the run's seed"""
+    """seed of the window lengths; None: the run's seed"""
     clip: float = 0.25
     weight_decay: float = 1.2e-6
     activation: float = 2.0
@@ -105,17 +104,9 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         if self.optimizer not in ("nt-asgd", "asgd"):
             raise ValueError(f"optimizer must be 'nt-asgd' or 'asgd', got {self.optimizer!r}")
-        _check_positive(
-            epochs=self.epochs,
-            patience=self.patience,
-            batch=self.batch,
-            bptt=self.bptt,
-            evaluation_batch=self.evaluation_batch,
-        )
-        for name in ("learning_rate", "clip"):
-            _check_number(name, getattr(self, name), positive=True)
-        for name in ("weight_decay", "activation", "temporal_activation"):
-            _check_number(name, getattr(self, name))
+        _check_counts(self, "epochs", "patience", "batch", "bptt", "evaluation_batch")
+        for name in ("learning_rate", "clip", "weight_decay", "activation", "temporal_activation"):
+            _check_number(name, getattr(self, name), positive=name in ("learning_rate", "clip"))
         if self.group is not None and (self.group < 1 or self.batch % self.group):
             raise ValueError(f"group must divide the batch of {self.batch} columns, got {self.group}")
         if self.longest_window is not None and self.longest_window < 5:
@@ -124,6 +115,10 @@ class TrainingConfig:
             _check_seed("window_seed", self.window_seed)
         if self.stop_when_stale and self.optimizer == "nt-asgd":
             raise ValueError("stop_when_stale goes with optimizer 'asgd': under 'nt-asgd' the trigger begins averaging")
+
+    def step_size(self, drawn: int) -> float:
+        """The learning rate of a window whose drawn length is ``drawn``."""
+        return self.learning_rate * drawn / self.bptt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +134,7 @@ class DynamicEvaluationConfig:
     """columns in which the training text is laid out for the gradient statistics"""
 
     def __post_init__(self) -> None:
-        _check_positive(window=self.window, statistics_batch=self.statistics_batch)
+        _check_counts(self, "window", "statistics_batch")
         if not self.learning_rates or not self.decays:
             raise ValueError("learning_rates and decays must each hold at least one number")
         for name in ("learning_rates", "decays"):
@@ -162,9 +157,9 @@ class Recipe:
     )
     dynamic_evaluation: DynamicEvaluationConfig = field(default_factory=DynamicEvaluationConfig)
     seed: int = 141
-    """the published one; runs may take others"""
+    """the published seed; runs may take others"""
     overrides: tuple[str, ...] = ()
-    """what was changed of the named recipe, for records"""
+    """changes to the named recipe, for records"""
 
     def __post_init__(self) -> None:
         _check_seed("seed", self.seed)
@@ -175,9 +170,10 @@ def _check_integer(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
-def _check_positive(**values: Any) -> None:
+def _check_counts(config: Any, *names: str) -> None:
     """Counts of epochs, columns, steps: positive integers that any tensor of indices can hold."""
-    for name, value in values.items():
+    for name in names:
+        value = getattr(config, name)
         _check_integer(name, value)
         if value >= 2**31:
             raise ValueError(f"{name} must be below 2**31, got {value}")
@@ -197,8 +193,3 @@ def _check_number(name: str, value: float, *, positive: bool = False) -> None:
 def _check_seed(name: str, seed: int) -> None:
     if not 0 <= seed < 2**32:
         raise ValueError(f"{name} must be between 0 and 2**32 - 1, got {seed}")
-
-
-def _check_rate(name: str, rate: float) -> None:
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {rate}")

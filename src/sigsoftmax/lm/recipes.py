@@ -60,9 +60,8 @@ HEADS = (
 )
 """The heads that the list of names shows; any other that can be written works as well."""
 
-# Where learning begins, for members whose default is not the place to begin.
 LEARNED_START = {"gss": 1.0}
-"""k = 1 is softmax: what k becomes is then learned, and not where sigsoftmax had put it."""
+"""Initial values of learned parameters whose default is none. k = 1 is softmax: what k becomes is then learned."""
 
 
 def names() -> tuple[str, ...]:
@@ -117,30 +116,23 @@ def _member_with(member: str, value: str | None) -> str:
 
 
 def to_json(recipe: Recipe) -> dict[str, Any]:
-    """As JSON can hold it, for checkpoints."""
-    plain: dict[str, Any] = to_plain(recipe)
-    return plain
+    """A recipe as JSON can hold it, for checkpoints."""
+    return typing.cast(dict[str, Any], to_plain(recipe))
 
 
 def from_json(plain: Mapping[str, Any]) -> Recipe:
     """The recipe that :func:`to_json` wrote."""
-    built: Recipe = from_plain(Recipe, dict(plain), "recipe")
-    return built
-
-
-# --- changes --------------------------------------------------------------------------------------------------------
+    return typing.cast(Recipe, from_plain(Recipe, dict(plain), "recipe"))
 
 
 def field_paths() -> dict[str, Any]:
     """Every field that can be changed, by its path, with its type."""
-    return _paths(Recipe, "", leave_out=("name", "overrides"))
+    return {path: expected for path, expected in _paths(Recipe).items() if path not in ("name", "overrides")}
 
 
-def _paths(owner: type, prefix: str, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+def _paths(owner: type, prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, expected in typing.get_type_hints(owner).items():
-        if name in leave_out:
-            continue
         if dataclasses.is_dataclass(expected) and isinstance(expected, type):
             found |= _paths(expected, f"{prefix}{name}.")
         else:
@@ -228,18 +220,14 @@ def _flattened(table: Mapping[str, Any], known: Mapping[str, Any], prefix: str =
 def _check_path(path: str, known: Mapping[str, Any]) -> None:
     if path in known:
         return
-    if any(candidate.startswith(f"{path}.") for candidate in known):
-        inside = ", ".join(candidate for candidate in known if candidate.startswith(f"{path}."))
-        raise ValueError(f"{path} is not one field but several: {inside}")
+    if inside := [candidate for candidate in known if candidate.startswith(f"{path}.")]:
+        raise ValueError(f"{path} is not one field but several: {', '.join(inside)}")
+    names: dict[str, list[str]] = {}
+    for candidate in known:
+        names.setdefault(candidate.rpartition(".")[2], []).append(candidate)
     last = path.rpartition(".")[2]
-    near = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
-    near = near or difflib.get_close_matches(path, known, n=3)
-    near = near or [
-        candidate
-        for word in difflib.get_close_matches(last, {candidate.rpartition(".")[2] for candidate in known}, n=2)
-        for candidate in known
-        if candidate.rpartition(".")[2] == word
-    ]
+    near = names.get(last) or difflib.get_close_matches(path, known, n=3)
+    near = near or [field for name in difflib.get_close_matches(last, names, n=2) for field in names[name]]
     hint = f"did you mean {' or '.join(near)}?" if near else f"the fields are {', '.join(known)}"
     raise ValueError(f"a recipe has no field {path!r}; {hint}")
 
@@ -266,15 +254,12 @@ def _changed(base: Recipe, values: Mapping[str, Any]) -> Recipe:
         raise ValueError(f"{base.name} cannot be changed so: {error}") from None
 
 
-# --- values as text -------------------------------------------------------------------------------------------------
-
-
 def _allows_none(expected: Any) -> bool:
     return typing.get_origin(expected) in (typing.Union, types.UnionType) and type(None) in typing.get_args(expected)
 
 
 def _plain_of_text(expected: Any, text: str) -> Any:
-    """What JSON would hold; a text that cannot be read as the type stays one, and is refused with the field's name."""
+    """The value as JSON would hold it; a text that cannot be read as the type stays one, to be refused by its field."""
     arguments = typing.get_args(expected)
     if _allows_none(expected):
         if text.lower() == "none":
@@ -294,9 +279,7 @@ def _plain_of_text(expected: Any, text: str) -> Any:
 
 
 def _text_of(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
         return ",".join(_text_of(item) for item in value)

@@ -24,7 +24,7 @@ class Setting:
 
     build: Callable[[str, Head], Recipe]
     components: int
-    """of a mixture that does not say"""
+    """components of a mixture that does not say"""
     summary: str
 
 
@@ -40,22 +40,16 @@ def _finetuning(**values: Any) -> TrainingConfig:
     return TrainingConfig(optimizer="asgd", stop_when_stale=True, window_seed=331, **values)
 
 
+def _mixture(head: Head, **values: Any) -> ModelConfig:
+    return ModelConfig(head=str(head), floor=1e-8, dropout_latent=0.29, **values)
+
+
 def _ptb(name: str, head: Head) -> Recipe:
     if head.components > 1:
         return Recipe(
             name=name,
             corpus="ptb",
-            model=ModelConfig(
-                head=str(head),
-                embedding=280,
-                hidden=(960, 960, 620),
-                floor=1e-8,
-                dropout_words=0.1,
-                dropout_input=0.4,
-                dropout_hidden=0.225,
-                dropout_output=0.4,
-                dropout_latent=0.29,
-            ),
+            model=_mixture(head, embedding=280, hidden=(960, 960, 620), dropout_input=0.4, dropout_hidden=0.225),
             training=TrainingConfig(learning_rate=20.0, epochs=1000, batch=12, longest_window=110),
             finetuning=_finetuning(learning_rate=25.0, epochs=1000, batch=12, longest_window=110),
             dynamic_evaluation=rms_form(0.002, 0.075, 0.001, windows=1859, tensors=17),
@@ -76,17 +70,7 @@ def _wt2(name: str, head: Head) -> Recipe:
         return Recipe(
             name=name,
             corpus="wikitext-2",
-            model=ModelConfig(
-                head=str(head),
-                embedding=300,
-                hidden=(1150, 1150, 650),
-                floor=1e-8,
-                dropout_words=0.1,
-                dropout_input=0.55,
-                dropout_hidden=0.2,
-                dropout_output=0.4,
-                dropout_latent=0.29,
-            ),
+            model=_mixture(head, embedding=300, hidden=(1150, 1150, 650), dropout_input=0.55, dropout_hidden=0.2),
             training=TrainingConfig(learning_rate=15.0, epochs=1000, batch=15, group=5, longest_window=90),
             finetuning=_finetuning(learning_rate=20.0, epochs=1000, batch=15, group=5, longest_window=90),
             dynamic_evaluation=rms_form(0.002, 0.02, 0.002, windows=4177, tensors=17),
@@ -124,10 +108,10 @@ def _tiny(name: str, head: Head) -> Recipe:
 
 
 def _language(name: str, head: Head) -> Recipe:
-    """A width far below the rank of the language, so that heads differ, and seconds an epoch.
+    """A width far below the rank of the language, so that heads differ, and seconds per epoch.
 
     The latent layer of a mixture takes the place of the second LSTM and has about as many parameters; with both, a
-    mixture stays at the frequencies of the words for epochs before it learns from context.
+    mixture stays at the frequencies of the tokens for epochs before it learns from context.
 
     Training ends before averaging could begin, and finetuning has a fixed length: when averaging begins would otherwise
     depend on the head, and matter more than the head.

@@ -11,7 +11,7 @@ from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.lm.training import checkpoints
-from sigsoftmax.lm.training.saved_models import model_tensors, saved_meta
+from sigsoftmax.lm.training.saved_models import saved_meta
 from sigsoftmax.records.schemas.training import RunIdentity
 
 
@@ -43,7 +43,7 @@ def saved(folder, corpus, head="softmax", corpus_name="language"):
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
     meta = saved_meta(small, identity, corpus, epoch=3, valid_loss=1.0)
-    checkpoints.save(folder / "train" / "best.safetensors", model_tensors(model), meta)
+    checkpoints.save(folder / "train" / "best.safetensors", dict(model.named_parameters()), meta)
     return folder, model
 
 

@@ -1,10 +1,13 @@
 """Corpora are found where they may lie; what is missing or malformed is named, with what to do about it."""
 
+import dataclasses
+
 import pytest
 from tests.lm.corpora import write_corpus
 
-from sigsoftmax.lm.data.corpus import CHECKSUMS, Corpus
+from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.corpus_files import cache_folder, tokenise
+from sigsoftmax.lm.data.published_corpora import PUBLISHED
 
 
 def test_every_line_ends_with_eos_and_a_blank_one_is_a_lone_eos():
@@ -51,7 +54,8 @@ def test_a_missing_corpus_says_what_was_looked_for_where_and_how_to_get_it(tmp_p
 )
 def test_a_published_corpus_is_found_by_name_and_known_by_its_checksum(tmp_path, monkeypatch, place, how):
     text = write_corpus(tmp_path / place)
-    monkeypatch.setitem(CHECKSUMS, "ptb", Corpus.load(text).checksum)
+    published = dataclasses.replace(PUBLISHED["ptb"], checksum=Corpus.load(text).checksum)
+    monkeypatch.setitem(PUBLISHED, "ptb", published)
     if how == "variable":
         monkeypatch.setenv("SIGSOFTMAX_DATA", str(tmp_path / "variable"))
     assert Corpus.load("ptb", tmp_path / "given" if how == "data" else None).name == "ptb"

@@ -22,14 +22,13 @@ import pytest
 
 pytest.importorskip("pooch")
 
-from tests.lm.corpora import folder_of
-
 from sigsoftmax import cli
 from sigsoftmax.lm.data import download_files
 from sigsoftmax.lm.data import fetch as fetching
-from sigsoftmax.lm.data.corpus_files import PUBLISHED, cache_folder, find
+from sigsoftmax.lm.data.corpus_files import cache_folder, find
 from sigsoftmax.lm.data.download_files import open_again, open_new
-from sigsoftmax.lm.data.fetch import BLOCK, SOURCES, PublishedFile, Source, fetch, terminal_progress
+from sigsoftmax.lm.data.fetch import BLOCK, fetch, terminal_progress
+from sigsoftmax.lm.data.published_corpora import PUBLISHED, PublishedCorpus, PublishedFile
 from sigsoftmax.terminal import ACTIVE
 
 TEXTS = {
@@ -104,6 +103,10 @@ class Handler(BaseHTTPRequestHandler):
         return self.wfile.write(body)
 
 
+def published_at(*addresses, files):
+    return PublishedCorpus(files=files, addresses=addresses, upstream_name="small.{split}.txt", checksum="")
+
+
 @pytest.fixture
 def server(monkeypatch):
     for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -123,8 +126,8 @@ def corpus(server, monkeypatch):
 
     def publish(*mirrors):
         files = {split: PublishedFile(len(text), hashlib.sha256(text).hexdigest()) for split, text in TEXTS.items()}
-        addresses = tuple(f"{server.address}/{mirror}" for mirror in mirrors)
-        monkeypatch.setitem(SOURCES, "small", Source(files, addresses))
+        addresses = [f"{server.address}/{mirror}" for mirror in mirrors]
+        monkeypatch.setitem(PUBLISHED, "small", published_at(*addresses, files=files))
 
     publish("good/{split}.txt")
     return publish
@@ -158,7 +161,7 @@ def test_without_a_folder_it_goes_where_it_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SIGSOFTMAX_DATA", raising=False)
-    monkeypatch.setitem(SOURCES, "ptb", SOURCES["small"])
+    monkeypatch.setitem(PUBLISHED, "ptb", PUBLISHED["small"])
     assert fetch("ptb") == cache_folder() / "ptb"
     assert find("ptb") == (cache_folder() / "ptb", "ptb")
 
@@ -438,9 +441,11 @@ def test_a_folder_that_cannot_be_is_explained(tmp_path):
 
 USER = textwrap.dedent("""
     import sys
-    from sigsoftmax.lm.data.fetch import BLOCK, SOURCES, PublishedFile, Source, fetch, terminal_progress
+    from sigsoftmax.lm.data.fetch import fetch
+    from sigsoftmax.lm.data.published_corpora import PUBLISHED, PublishedCorpus, PublishedFile
     address, folder, size, sha256 = sys.argv[1:]
-    SOURCES["small"] = Source({"train": PublishedFile(int(size), sha256)}, (address + "/good/{split}.txt",))
+    files, addresses = {"train": PublishedFile(int(size), sha256)}, (address + "/good/{split}.txt",)
+    PUBLISHED["small"] = PublishedCorpus(files=files, addresses=addresses, upstream_name="{split}", checksum="")
     fetch("small", folder, watch=lambda *p: (sys.stderr.write("."), sys.stderr.flush()))
 """)
 
@@ -473,7 +478,8 @@ def test_what_cannot_be_fetched_is_refused(tmp_path, monkeypatch):
 
 def test_no_server_at_all_is_said_in_few_words(monkeypatch, tmp_path):
     monkeypatch.setattr(fetching, "PAUSE", 0.0)
-    monkeypatch.setitem(SOURCES, "small", Source(SOURCES["ptb"].files, ("http://127.0.0.1:1/{split}.txt",)))
+    nowhere = published_at("http://127.0.0.1:1/{split}.txt", files=PUBLISHED["ptb"].files)
+    monkeypatch.setitem(PUBLISHED, "small", nowhere)
     with pytest.raises(OSError, match=r"http://127\.0\.0\.1:1/train\.txt: .*[Cc]onnection refused"):
         fetch("small", tmp_path)
 
@@ -495,20 +501,3 @@ def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys):
         watch("train.txt", 20, 20)
         watch("unknown.zip", 5, 0)
     assert "train.txt" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_corpora_are_those_here(name):
-    folder = folder_of(name)
-    for split, published in SOURCES[name].files.items():
-        path = folder / f"{split}.txt"
-        assert path.stat().st_size == published.size
-        assert hashlib.sha256(path.read_bytes()).hexdigest() == published.sha256
-
-
-def test_every_published_corpus_has_a_source():
-    assert set(SOURCES) == set(PUBLISHED)
-    for source in SOURCES.values():
-        assert set(source.files) == {"train", "valid", "test"}
-        assert len(source.addresses) >= 2
-        assert all("{split}" in address and address.startswith("https://") for address in source.addresses)

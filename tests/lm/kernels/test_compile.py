@@ -21,7 +21,7 @@ from sigsoftmax.lm.dynamic.adaptation import Adapted, Factors, TokenSum, adapt_ 
 from sigsoftmax.lm.dynamic.few_tokens import linear, linear_input_gradient, lstm, lstm_gate_gradients  # noqa: E402
 from sigsoftmax.lm.model.embedding import dropped_embedding  # noqa: E402
 from sigsoftmax.lm.model.regularization import penalties  # noqa: E402
-from sigsoftmax.lm.training.optimization import AveragedSgd  # noqa: E402
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd  # noqa: E402
 
 WORDS, WIDTH, HIDDEN = 10_000, 400, 1150
 

@@ -8,7 +8,7 @@ from tests.lm.kernels.plain import plain
 from sigsoftmax.lm import kernels
 from sigsoftmax.lm.model.embedding import dropped_embedding
 from sigsoftmax.lm.model.regularization import penalties
-from sigsoftmax.lm.training.optimization import AveragedSgd, joint_squares
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd, joint_squares
 
 SHAPES = [(300, 40), (5,), (), (1,), (9000,), (0,), (3, 4)]
 """several blocks, whole ones and parts, scalars, and the empty part that a process may hold"""

@@ -21,8 +21,8 @@ from tests.lm.runs import epochs_of, small_recipe, small_trainer
 
 from sigsoftmax import distributed
 from sigsoftmax.lm.config import ModelConfig, Recipe
-from sigsoftmax.lm.parallel.alone import KINDS, Alone, divided
-from sigsoftmax.lm.parallel.strategies import DataTeam, told_by_first
+from sigsoftmax.lm.parallel.single_process import KINDS, SingleProcessStrategy, parallel_strategy
+from sigsoftmax.lm.parallel.strategies import DDPStrategy, broadcast_from_first
 from sigsoftmax.lm.training import checkpoints
 from sigsoftmax.lm.training import trainer as training
 from sigsoftmax.lm.training.trainer import Diverged, Trainer
@@ -58,7 +58,7 @@ def losses_of(trainer: Trainer, updates: int | None = None) -> list[float]:
         except StopIteration:
             break
         if progress is not None and progress.record is None:
-            losses += trainer._updater.losses(progress.update - 1, progress.update)
+            losses += trainer.state.updater.losses(progress.update - 1, progress.update)
     return losses
 
 
@@ -178,7 +178,7 @@ def diverge_on_one_rank(folder: str) -> str:
     trainer = small_trainer(Path(folder), recipe=recipe_of("plain"), parallel="ddp", checkpoint_updates=2)
     losses_of(trainer, 2)
     if dist.get_rank() == 1:
-        trainer._updater._states[0][0].hidden.fill_(math.nan)
+        trainer.state.updater._states[0][0].hidden.fill_(math.nan)
     try:
         trainer.run()
     except Diverged as error:
@@ -225,7 +225,7 @@ def test_a_process_that_dies_stops_the_others_with_a_message(kind: str, tmp_path
     assert checkpoints.load(tmp_path / "last.safetensors").meta["update"] == 2
 
 
-# --- borders ----------------------------------------------------------------------------------------------------------
+# --- validation -------------------------------------------------------------------------------------------------------
 
 
 def message_of(folder: Path, recipe: Recipe, kind: Any) -> str:
@@ -249,7 +249,7 @@ def refuse(folder: str) -> dict[str, str]:
 
 
 def share_what_the_first_knows() -> Any:
-    return told_by_first(lambda: ("from rank", dist.get_rank()))
+    return broadcast_from_first(lambda: ("from rank", dist.get_rank()))
 
 
 def test_bad_input_and_the_word_of_the_first(tmp_path: Path) -> None:
@@ -265,23 +265,23 @@ def test_bad_input_and_the_word_of_the_first(tmp_path: Path) -> None:
 def test_processes_must_be_joined(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not initialised; start the program with torchrun"):
         small_trainer(tmp_path, parallel="ddp")
-    assert type(divided(small_trainer(tmp_path).model, None)) is Alone
+    assert type(parallel_strategy(small_trainer(tmp_path).model, None)) is SingleProcessStrategy
 
 
-def team_of(rank: int, size: int) -> DataTeam:
-    team = DataTeam.__new__(DataTeam)
-    team.rank, team.size = rank, size
-    return team
+def strategy_of(rank: int, size: int) -> DDPStrategy:
+    strategy = DDPStrategy.__new__(DDPStrategy)
+    strategy.rank, strategy.size = rank, size
+    return strategy
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_column_is_read_once(size: int) -> None:
     for batch in range(1, 12):
-        shares = [team_of(rank, size).evaluated_columns(batch) for rank in range(size)]
+        shares = [strategy_of(rank, size).evaluated_columns(batch) for rank in range(size)]
         counted = [column for share in shares if share.counts for column in range(batch)[share.columns]]
         assert counted == list(range(batch))
         assert all(range(batch)[share.columns] for share in shares), "all make passes, counted or not"
-    slices = [team_of(rank, size).columns(6 * size, 6) for rank in range(size)]
+    slices = [strategy_of(rank, size).columns(6 * size, 6) for rank in range(size)]
     assert [column for own in slices for column in range(6 * size)[own]] == list(range(6 * size))
 
 

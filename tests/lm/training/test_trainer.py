@@ -15,7 +15,7 @@ from sigsoftmax.lm.recurrence import plan_layer
 from sigsoftmax.lm.training import checkpoints
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.saved_models import load_model
-from sigsoftmax.lm.training.trainer import Diverged, Trainer, resolve_device, run_together
+from sigsoftmax.lm.training.trainer import Diverged, TrainerOptions, resolve_device, run_together
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_finetuning_starts_from_the_best_and_never_ends_worse(finished, tmp_path
     trainer = small_trainer(tmp_path, phase="finetune", start=finished / "best.safetensors")
     start = checkpoints.load(finished / "best.safetensors").meta["valid_loss"]
     trainer.run()
-    assert trainer.best_loss <= start
+    assert trainer.state.valid_loss <= start
     records = epochs_of(tmp_path)
     assert {record.optimizer for record in records} == {"asgd"}
     assert {record.run.phase for record in records} == {"finetune"}
@@ -157,7 +157,7 @@ def test_a_finetuning_run_that_stops_goes_on(finished, tmp_path):
 def test_runs_in_turns_are_the_runs_alone(finished, tmp_path):
     trainers = [small_trainer(tmp_path / str(seed), seed=seed) for seed in (5, 6)]
     ended = list(run_together(trainers, lambda trainer, progress: None))
-    assert sorted(trainer.seed for trainer in ended) == [5, 6]
+    assert sorted(trainer.identity.seed for trainer in ended) == [5, 6]
     assert_same_end(finished, tmp_path / "5")
 
 
@@ -256,7 +256,7 @@ def test_the_meta_of_a_checkpoint_is_plain_json(finished):
 
 def test_bad_input(finished, tmp_path):
     with pytest.raises(ValueError, match="finetuning starts from a checkpoint"):
-        Trainer(small_recipe(), small_corpus(), tmp_path, phase="finetune")
+        TrainerOptions(phase="finetune")
     with pytest.raises(ValueError, match="precision must be one of float32, tf32, bf16, got 'fp8'"):
         small_trainer(tmp_path, precision="fp8")
     with pytest.raises(ValueError, match="'bf16' is for CUDA devices, and this run is on cpu"):
@@ -283,7 +283,7 @@ def test_the_first_word_of_a_run_and_its_records_say_what_computes_the_lstm(tmp_
 def test_a_run_that_goes_on_with_another_recurrence_says_so_in_its_records(tmp_path, monkeypatch):
     trainer = small_trainer(tmp_path, recipe=small_recipe(epochs=1))
     monkeypatch.setattr(
-        trainer._recurrence, "plans_in_use", lambda: [plan_layer(width, 4, "tf32", H200) for width in (12, 8)]
+        trainer.state.recurrence, "plans_in_use", lambda: [plan_layer(width, 4, "tf32", H200) for width in (12, 8)]
     )
     trainer.run()
     longer = small_trainer(tmp_path, recipe=small_recipe(epochs=2))
@@ -297,7 +297,7 @@ def test_a_recurrence_that_failed_ends_the_run_and_saves_nothing(tmp_path):
     trainer = small_trainer(tmp_path, recipe=small_recipe(epochs=2))
     for _ in range(4):
         trainer.advance()
-    trainer._recurrence._flag = torch.ones(1, dtype=torch.int32)
+    trainer.state.recurrence._flag = torch.ones(1, dtype=torch.int32)
     with pytest.raises(Diverged, match=r"are NaN, after update.*Kept: nothing.*SIGSOFTMAX_RECURRENCE=torch"):
         trainer.run()
     assert not (tmp_path / "last.safetensors").exists()
@@ -309,7 +309,7 @@ def test_a_recurrence_that_fails_in_the_validation_ends_the_run_too(tmp_path):
 
     def fails():
         yield from validated()
-        trainer._recurrence._flag = torch.ones(1, dtype=torch.int32)
+        trainer.state.recurrence._flag = torch.ones(1, dtype=torch.int32)
 
     trainer._evaluator.launch = fails
     with pytest.raises(Diverged, match=r"forward LSTM recurrence waited in vain.*in the validation after update"):
@@ -319,7 +319,7 @@ def test_a_recurrence_that_fails_in_the_validation_ends_the_run_too(tmp_path):
 
 def test_one_run_whose_recurrence_fails_does_not_end_the_others(tmp_path):
     trainers = [small_trainer(tmp_path / name, recipe=small_recipe(epochs=1)) for name in ("one", "other")]
-    trainers[0]._recurrence._flag = torch.ones(1, dtype=torch.int32)
+    trainers[0].state.recurrence._flag = torch.ones(1, dtype=torch.int32)
     ended = []
     with pytest.raises(Diverged, match="waited in vain"):
         ended.extend(run_together(trainers, lambda *_: None))

@@ -6,7 +6,7 @@ from tests.lm.masks import draw_masks
 
 from sigsoftmax.lm.config import ModelConfig, TrainingConfig
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.training.optimization import AveragedSgd
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd
 from sigsoftmax.lm.training.updates import Updater
 
 WORDS = 30

@@ -13,7 +13,7 @@ from sigsoftmax.experiments.runs.dynamic import known_runs
 from sigsoftmax.experiments.runs.ranks import known_spectrum
 from sigsoftmax.experiments.runs.run import Run
 from sigsoftmax.lm.dynamic.search import grid
-from sigsoftmax.lm.training.optimization import NonMonotonicTrigger
+from sigsoftmax.lm.training.nt_asgd import NonMonotonicTrigger
 from sigsoftmax.records import read
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.published import paper

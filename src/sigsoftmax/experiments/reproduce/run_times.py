@@ -26,7 +26,7 @@ from sigsoftmax.lm.dynamic.windows import window_count
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.memory import check_model_fits
 from sigsoftmax.lm.training.evaluation import WINDOW, Evaluator
-from sigsoftmax.lm.training.optimization import AveragedSgd
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd
 from sigsoftmax.lm.training.precision import check_precision, resolve_evaluation_precision
 from sigsoftmax.lm.training.trainer import resolve_device
 from sigsoftmax.lm.training.updates import Updater

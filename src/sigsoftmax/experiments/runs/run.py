@@ -12,12 +12,12 @@ import torch
 
 from sigsoftmax.lm.config import PRECISIONS, Recipe
 from sigsoftmax.lm.data.corpus import Corpus
-from sigsoftmax.lm.data.corpus_files import PUBLISHED
-from sigsoftmax.lm.parallel.alone import KINDS, Kind
+from sigsoftmax.lm.data.published_corpora import PUBLISHED
+from sigsoftmax.lm.parallel.single_process import KINDS, Kind
 from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision
 from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, load_model
-from sigsoftmax.lm.training.trainer import Phase, Trainer, resolve_device
+from sigsoftmax.lm.training.trainer import Phase, Trainer, TrainerOptions, resolve_device
 
 __all__ = [
     "Resources",
@@ -92,10 +92,7 @@ class Run:
 
     def trainer(self, corpus: Corpus, resources: Resources) -> Trainer:
         """New, or where it was left if its folder has a checkpoint."""
-        return Trainer(
-            self.recipe,
-            corpus,
-            self.path,
+        options = TrainerOptions(
             phase=self.phase,
             start=replace(self, phase="train").best if self.phase == "finetune" else None,
             seed=self.seed,
@@ -105,6 +102,7 @@ class Run:
             concurrent_runs=resources.at_once,
             parallel=resources.parallel,
         )
+        return Trainer(self.recipe, corpus, self.path, options)
 
 
 def default_device() -> str:

@@ -124,7 +124,7 @@ def _held(run: Run, resources: Resources) -> Iterator[None]:
             stack.enter_context(FolderLock(run.folder))
             yield
             return
-        from sigsoftmax.lm.parallel.strategies import told_by_first
+        from sigsoftmax.lm.parallel.strategies import broadcast_from_first
 
         def take() -> OSError | None:
             try:
@@ -133,16 +133,16 @@ def _held(run: Run, resources: Resources) -> Iterator[None]:
                 return error
             return None
 
-        refusal = told_by_first(take)
+        refusal = broadcast_from_first(take)
         if refusal is not None:
             raise refusal
         yield
 
 
 def _by_the_first(after: After[T]) -> After[T]:
-    from sigsoftmax.lm.parallel.strategies import told_by_first
+    from sigsoftmax.lm.parallel.strategies import broadcast_from_first
 
-    return lambda run, corpus, resources: told_by_first(lambda: after(run, corpus, resources))
+    return lambda run, corpus, resources: broadcast_from_first(lambda: after(run, corpus, resources))
 
 
 class _Corpora:

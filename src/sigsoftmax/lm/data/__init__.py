@@ -1,4 +1,4 @@
-"""Where text comes from, and how it becomes the ids that models read."""
+"""Text: corpora, fetched or one's own, and the ids, columns and windows that models read."""
 
 from sigsoftmax._moved import forward_names
 

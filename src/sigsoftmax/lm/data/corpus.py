@@ -3,12 +3,11 @@
 A corpus is three splits over one vocabulary, either files of text or samples from a language whose truth is known.
 A split is one stream of ids; it is laid out in columns, each of them text in order, and read window by window.
 
-Shapes: L words of a split, R rows (positions of a column), B columns.
+Shapes: L tokens of a split, R rows (positions of a column), B columns.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from array import array
 from collections import defaultdict
@@ -16,13 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sigsoftmax.lm.data.corpus_files import EOS, PUBLISHED, SPLITS, Split, find, read_split, split_files, tokenise
+from sigsoftmax.lm.data.corpus_files import EOS, did_you_mean, find, read_split, split_files, tokenise
+from sigsoftmax.lm.data.published_corpora import PUBLISHED, SPLITS, Split
 from sigsoftmax.synthetic import Language
 
 __all__ = [
@@ -39,13 +39,6 @@ __all__ = [
     "tokenise",
 ]
 
-CHECKSUMS: Mapping[str, str] = {
-    "ptb": "ba10aa5e1acedfbf6aea262610890fcabaa5161561ca202f8897a03fd22f7575",
-    "wikitext-2": "2b8d36a5794a54c5eda8811081c0a42926a6677e7260020e8165bf65128cb5f9",
-}
-"""Of the published texts, as :attr:`Corpus.checksum` has them."""
-
-
 EMBEDDED_LENGTHS = {"train": 200_000, "valid": 20_000, "test": 20_000}
 
 
@@ -59,7 +52,7 @@ def embedded_language(seed: int = 0) -> Language:
 
 
 class Vocabulary:
-    """Words and their ids, which are positions; immutable."""
+    """The words of a text and their ids, which are positions; immutable."""
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words = tuple(words)
@@ -89,8 +82,7 @@ class Vocabulary:
             return _stream(map(self._ids.__getitem__, words))
         except KeyError as error:
             unknown = str(error.args[0])
-        near = difflib.get_close_matches(unknown, self.words, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(unknown, self.words)
         instead = "write <unk> instead" if "<unk>" in self else "use words of the vocabulary"
         raise ValueError(f"the word {unknown!r} is not among the {len(self):,} of the vocabulary{hint}; {instead}")
 
@@ -126,7 +118,7 @@ class Corpus:
     valid: Tensor
     test: Tensor
     language: Language | None = None
-    """that drew the text, where the truth is known"""
+    """the language that drew the text, where the truth is known"""
     valid_contexts: Tensor | None = None
     """the context of the language in which each word of the split was drawn"""
     test_contexts: Tensor | None = None
@@ -140,7 +132,7 @@ class Corpus:
             contexts = self.contexts(split)
             if contexts is not None and contexts.shape != ids.shape:
                 raise ValueError(
-                    f"the {split} split must have one context a word, {ids.numel():,}, got {contexts.numel():,}"
+                    f"the {split} split must have one context per word, {ids.numel():,}, got {contexts.numel():,}"
                 )
 
     @property
@@ -160,8 +152,7 @@ class Corpus:
     def split(self, name: Split) -> Tensor:
         if name not in SPLITS:
             raise ValueError(f"a corpus has the splits {', '.join(SPLITS)}, got {name!r}")
-        ids: Tensor = getattr(self, name)
-        return ids
+        return cast(Tensor, getattr(self, name))
 
     def contexts(self, name: Split) -> Tensor | None:
         """The true context of each word of a split, where it is known; that of the training text is not kept."""
@@ -190,23 +181,15 @@ class Corpus:
         paths = split_files(folder)
         assert paths is not None, "found by its files"
         if vocabulary is not None:
-            splits = {split: read_split(path, vocabulary.encode) for split, path in paths.items()}
+            splits = [read_split(paths[split], vocabulary.encode) for split in SPLITS]
             expected = None
         else:
             ids: defaultdict[str, int] = defaultdict()
             ids.default_factory = ids.__len__  # a new word gets the next id
-            splits = {
-                split: read_split(path, lambda words: _stream(map(ids.__getitem__, words)))
-                for split, path in paths.items()
-            }
+            splits = [read_split(paths[split], lambda words: _stream(map(ids.__getitem__, words))) for split in SPLITS]
             vocabulary = Vocabulary(ids)
-        corpus = cls(
-            name=folder.resolve().name,
-            vocabulary=vocabulary,
-            train=splits["train"],
-            valid=splits["valid"],
-            test=splits["test"],
-        )
+        train, valid, test = splits
+        corpus = cls(name=folder.resolve().name, vocabulary=vocabulary, train=train, valid=valid, test=test)
         return _named(corpus, expected, folder)
 
     @classmethod
@@ -232,12 +215,12 @@ class Corpus:
 
 def _named(corpus: Corpus, expected: str | None, folder: Path) -> Corpus:
     """The corpus under its published name if it is that text, refused if it ought to be and is not."""
-    published = {checksum: name for name, checksum in CHECKSUMS.items()}.get(corpus.checksum)
+    published = next((name for name, known in PUBLISHED.items() if known.checksum == corpus.checksum), None)
     if expected is not None and published != expected:
         raise ValueError(
             f"{folder} does not hold the published text of {expected!r}: its checksum is {corpus.checksum[:16]}..., "
-            f"not {CHECKSUMS[expected][:16]}...; get the right one with 'sigsoftmax data fetch {expected}', or use "
-            f"this one as text of your own with --data {folder}"
+            f"not {PUBLISHED[expected].checksum[:16]}...; get the right one with 'sigsoftmax data fetch {expected}', "
+            f"or use this one as text of your own with --data {folder}"
         )
     if published is None and corpus.name in (*PUBLISHED, "language"):
         # The name is kept for the published text: records must not mix the two.
@@ -250,7 +233,7 @@ def _stream(ids: Iterator[int]) -> Tensor:
 
 
 def batchify(ids_L: Tensor, batch: int) -> Tensor:
-    """Columns of text in order, (R, B): R = L // B, and the last L - R B words are left out."""
+    """Columns of text in order, (R, B): R = L // B, and the last L - R B tokens are left out."""
     if batch < 1:
         raise ValueError(f"the batch must have at least one column, got {batch}")
     rows = ids_L.numel() // batch
@@ -302,23 +285,12 @@ class WindowLengths:
 
     def state(self) -> dict[str, Any]:
         """All that the next draws depend on, as JSON can hold it."""
-        state = self._generator.get_state(legacy=False)
-        return {
-            "key": state["state"]["key"].tolist(),
-            "position": int(state["state"]["pos"]),
-            "has_gauss": int(state["has_gauss"]),
-            "gauss": float(state["gauss"]),
-        }
+        _, key, position, has_gauss, gauss = cast(tuple[Any, ...], self._generator.get_state(legacy=True))
+        return {"key": key.tolist(), "position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._generator.set_state(
-            {
-                "bit_generator": "MT19937",
-                "state": {"key": np.array(state["key"], dtype=np.uint32), "pos": state["position"]},
-                "has_gauss": state["has_gauss"],
-                "gauss": state["gauss"],
-            }
-        )
+        key = np.array(state["key"], dtype=np.uint32)
+        self._generator.set_state(("MT19937", key, state["position"], state["has_gauss"], state["gauss"]))
 
 
 def evaluation_windows(rows: int, length: int = 70) -> Iterator[Window]:

@@ -1,6 +1,6 @@
-"""Where corpora lie on a disk, and how their files become words.
+"""Corpora on a disk: the folders they lie in, and the tokens in their files.
 
-A corpus is a folder with three files of text, one a split. The published ones have names and are looked for in known
+A corpus is a folder with three files of text, one per split. The published ones have names and are looked for in known
 places; any other folder is one's own text.
 """
 
@@ -11,34 +11,27 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["EOS", "PUBLISHED", "SPLITS", "Split", "cache_folder", "find", "read_split", "split_files", "tokenise"]
+from sigsoftmax.lm.data.published_corpora import PUBLISHED, SPLITS, Split
+
+__all__ = ["EOS", "cache_folder", "did_you_mean", "find", "read_split", "split_files", "tokenise"]
 
 EOS = "<eos>"
-"""The word that ends every line."""
+"""The token that ends every line."""
 DATA_VARIABLE = "SIGSOFTMAX_DATA"
-
-Split = Literal["train", "valid", "test"]
-SPLITS: tuple[Split, ...] = ("train", "valid", "test")
-
-PUBLISHED = ("ptb", "wikitext-2")
-
-# What the splits are called in the wild; the first is what `data fetch` writes.
-FILE_NAMES = ("{split}.txt", "ptb.{split}.txt", "wiki.{split}.tokens")
 
 
 def tokenise(lines: Iterable[str]) -> Iterator[str]:
-    """The words of each line, split at white space, then ``<eos>``; a blank line gives a lone ``<eos>``."""
+    """The tokens of each line, split at white space, then ``<eos>``; a blank line gives a lone ``<eos>``."""
     for line in lines:
         yield from line.split()
         yield EOS
 
 
 def cache_folder() -> Path:
-    """Where ``sigsoftmax data fetch`` puts corpora, one folder each."""
+    """The folder in which ``sigsoftmax data fetch`` puts corpora, one folder each."""
     home = Path.home()
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
@@ -53,17 +46,15 @@ def find(name: str, data: str | Path | None = None) -> tuple[Path, str | None]:
     """The folder to read, and the published corpus that it must then hold (None: whatever it holds)."""
     if name not in PUBLISHED:
         return _own_folder(name, data), None
-    looked_in: list[Path] = []
     if data is not None:
         # What the user points at is read or refused: a copy found elsewhere may be another text.
         data = Path(data)
         if split_files(data) is not None:
             return data, None
-        looked_in += [data, data / name]
+        looked_in = [data, data / name]
     else:
-        if os.environ.get(DATA_VARIABLE):
-            variable = Path(os.environ[DATA_VARIABLE])
-            looked_in += [variable / name, variable]
+        variable = os.environ.get(DATA_VARIABLE)
+        looked_in = [Path(variable) / name, Path(variable)] if variable else []
         looked_in.append(cache_folder() / name)
     for folder in looked_in:
         if split_files(folder) is not None:
@@ -81,19 +72,23 @@ def _own_folder(name: str, data: str | Path | None) -> Path:
     if split_files(folder) is not None:
         return folder
     if not folder.exists():
-        near = difflib.get_close_matches(name, PUBLISHED, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
-            f"no corpus {str(folder)!r}{hint}; expected {', '.join(PUBLISHED)}, language, or a folder with train.txt, "
-            "valid.txt and test.txt"
+            f"no corpus {str(folder)!r}{did_you_mean(name, PUBLISHED)}; expected {', '.join(PUBLISHED)}, language, or "
+            "a folder with train.txt, valid.txt and test.txt"
         )
     missing = [f"{split}.txt" for split in SPLITS if not (folder / f"{split}.txt").is_file()]
     raise ValueError(f"expected train.txt, valid.txt and test.txt in {folder}; missing: {', '.join(missing)}")
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for a message: the nearest of the known names, or nothing where none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
 def split_files(folder: Path) -> dict[Split, Path] | None:
-    """The files of a corpus, or None where they are not all there."""
-    for pattern in FILE_NAMES:
+    """The files of a corpus, under the names of ``data fetch`` or of upstream; None where they are not all there."""
+    for pattern in ("{split}.txt", *(corpus.upstream_name for corpus in PUBLISHED.values())):
         paths = {split: folder / pattern.format(split=split) for split in SPLITS}
         if all(path.is_file() for path in paths.values()):
             return paths
@@ -101,7 +96,7 @@ def split_files(folder: Path) -> dict[Split, Path] | None:
 
 
 def read_split(path: Path, encode: Callable[[Iterable[str]], Tensor]) -> Tensor:
-    """The ids that ``encode`` gives the words of a file; whatever is wrong with the file is said with its name."""
+    """The ids that ``encode`` gives the tokens of a file; whatever is wrong with the file is said with its name."""
     try:
         with path.open("rb") as file:
             if b"\0" in file.read(4096):

@@ -25,16 +25,12 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def check_plain(path: Path) -> None:
-    """Raises unless there is nothing, or a file that has no other name."""
+def check_plain(path: Path, found: os.stat_result | None = None) -> None:
+    """Raise unless there is nothing, or a file that has no other name; ``found`` is the status of an open file."""
     try:
-        found = path.lstat()
+        found = found or path.lstat()
     except FileNotFoundError:
         return
-    _check_status(path, found)
-
-
-def _check_status(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         raise NotPlain(
             f"{path} is {_what(path)}, where a file of the download was expected: writing to it could change a file "
@@ -64,7 +60,7 @@ def open_again(path: Path) -> BinaryIO:
     file = os.fdopen(os.open(path, flags), "ab")
     try:
         # Someone may have put another in its place since.
-        _check_status(path, os.fstat(file.fileno()))
+        check_plain(path, os.fstat(file.fileno()))
     except NotPlain:
         file.close()
         raise

@@ -1,1 +1,1 @@
-"""How one run is divided over processes."""
+"""Parallel strategies: the division of one run over processes."""

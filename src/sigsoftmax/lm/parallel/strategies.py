@@ -1,14 +1,15 @@
-"""Processes that train one model together, on torch.distributed.
+"""Distributed strategies: processes that train one model together, on torch.distributed.
 
-- :class:`DataTeam` (``ddp``): every rank holds the model and trains its own columns of the batch.
-- :class:`ShardedTeam` (``fsdp``): the same, with every parameter divided over the ranks between its uses.
-- :class:`VocabularyTeam` (``vocabulary``): the tied matrix is divided by words; all ranks read all columns.
+- :class:`DDPStrategy` (``ddp``): every rank holds the model and trains its own columns of the batch.
+- :class:`FSDPStrategy` (``fsdp``): the same, with every parameter sharded over the ranks between its uses.
+- :class:`VocabularyParallelStrategy` (``vocabulary``): the tied matrix is sharded by rows of the vocabulary; all ranks
+  read all columns.
 
 An update is that of one process, to rounding: the ranks draw the masks of the whole batch from the same random numbers
 and keep those of their columns; losses, penalties and gradients are means over the batch, and the norm that is clipped
 is that of the whole gradient.
 
-Shapes: B columns of text, H hidden features, V words, D embedding.
+Shapes: B columns of text, H hidden features, V vocabulary, D embedding.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,10 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from sigsoftmax.distributed import keep_scalars_whole, shard_classes
 from sigsoftmax.distributed.exchange import Exchange, explained
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.parallel.alone import Alone, Kind, OwnColumns
-from sigsoftmax.lm.training.optimization import joint_squares
+from sigsoftmax.lm.parallel.single_process import Kind, OwnColumns, SingleProcessStrategy
+from sigsoftmax.lm.training.nt_asgd import joint_squares
 
-__all__ = ["TEAMS", "DataTeam", "ShardedTeam", "VocabularyTeam", "told_by_first"]
+__all__ = ["STRATEGIES", "DDPStrategy", "FSDPStrategy", "VocabularyParallelStrategy", "broadcast_from_first"]
 
 PATIENCE = timedelta(hours=24)
 """for what the first rank does alone, such as an evaluation in one column; that it has died is noticed at once"""
@@ -41,19 +42,31 @@ PATIENCE = timedelta(hours=24)
 T = TypeVar("T")
 
 
-class Team(Alone):
-    """What all kinds share: numbers, flags, waiting."""
+class _DistributedStrategy(SingleProcessStrategy):
+    """Numbers, flags, waiting and gradients of all ranks, and parameters of which a rank holds a part.
+
+    A parameter that is sharded is a DTensor, divided along its first dimension; every rank holds the others whole.
+    """
+
+    can_capture = False
 
     def __init__(self, model: LanguageModel) -> None:
-        exchange = Exchange()
+        self._exchange = Exchange()
         if "gloo" not in str(dist.get_backend_config()):
             raise ValueError(
                 f"the processes are joined by {dist.get_backend_config()} alone, and what hosts decide is exchanged by "
                 "gloo; join them by sigsoftmax.distributed.processes, or name the backends cpu:gloo,cuda:nccl"
             )
         super().__init__(model)
-        self._exchange, self._device = exchange, model.embedding.device
-        self.rank, self.size = exchange.rank, exchange.size
+        self.rank, self.size = self._exchange.rank, self._exchange.size
+        self._distribute(model)
+        parameters = dict(model.named_parameters())
+        self._parameters = list(parameters.values())
+        self._sharded_shapes = {name: p.shape for name, p in parameters.items() if isinstance(p, DTensor)}
+        self.parts = {name: _local(p.detach()) for name, p in parameters.items()}
+
+    def _distribute(self, model: LanguageModel) -> None:
+        """Wrap the model, or shard its parameters in place."""
 
     def _summed(self, own: Tensor) -> Tensor:
         """One number, added up in the order of the ranks: all of them then decide by the same bits."""
@@ -75,8 +88,43 @@ class Team(Alone):
         with explained("waiting for"):
             dist.barrier(group=_patient_group())
 
+    def add_gradients(self, objective: Tensor) -> None:
+        objective.backward()
 
-class _ColumnTeam(Team):
+    def take_gradients(self) -> list[Tensor]:
+        gradients = [_local(parameter.grad) for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return gradients
+
+    def squares(self, gradients: Sequence[Tensor]) -> Tensor:
+        sharded, whole = (
+            [g for g, name in zip(gradients, self.parts, strict=True) if (name in self._sharded_shapes) == wanted]
+            for wanted in (True, False)
+        )
+        squares = [self._summed(joint_squares(sharded).sum()).reshape(1)] if sharded else []
+        return torch.cat([*squares, joint_squares(whole)] if whole else squares)
+
+    def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: self._gathered(name, part) if name in self._sharded_shapes else part for name, part in parts.items()
+        }
+
+    def _gathered(self, name: str, part: Tensor) -> Tensor:
+        shape = self._sharded_shapes[name]
+        padded = part.new_zeros(-(-shape[0] // self.size), *shape[1:])
+        padded[: part.shape[0]] = part
+        return self._exchange.gather(padded).flatten(0, 1)[: shape[0]]
+
+    def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._cut(tensor) if name in self._sharded_shapes else tensor for name, tensor in whole.items()}
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        parts = whole.chunk(self.size)
+        return parts[self.rank] if self.rank < len(parts) else whole[:0]
+
+
+class _BatchParallelStrategy(_DistributedStrategy):
     """Ranks that each train their own columns, consecutive ones."""
 
     def columns(self, batch: int, group: int) -> slice:
@@ -111,66 +159,22 @@ class _ColumnTeam(Team):
         return self._summed(own)
 
 
-class DataTeam(_ColumnTeam):
+class DDPStrategy(_BatchParallelStrategy):
     """torch's DistributedDataParallel."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__(model)
-        self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.forward = self._wrapped
+    def _distribute(self, model: LanguageModel) -> None:
+        self._wrapped = self.forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def training_pass(self, *, is_last: bool) -> AbstractContextManager[Any]:
         # Gradients of earlier passes stay on the rank until the last one sends their sum.
         return nullcontext() if is_last else self._wrapped.no_sync()
 
-    def add_gradients(self, objective: Tensor) -> None:
-        objective.backward()
 
-    def take_gradients(self) -> list[Tensor]:
-        return _taken(self.parts.values())
-
-
-class _DividedTeam(Team):
-    """Ranks that hold parts of some parameters, DTensors divided along their first dimension, and others whole."""
-
-    def _hold(self, model: LanguageModel) -> None:
-        """Take stock of the parameters, once they are divided."""
-        parameters = dict(model.named_parameters())
-        self._shapes = {name: p.shape for name, p in parameters.items() if isinstance(p, DTensor)}
-        self.parts = {name: _local(p.detach()) for name, p in parameters.items()}
-        self._is_divided = [name in self._shapes for name in self.parts]
-
-    def squares(self, gradients: Sequence[Tensor]) -> Tensor:
-        divided, whole = (
-            [g for g, is_divided in zip(gradients, self._is_divided, strict=True) if is_divided == wanted]
-            for wanted in (True, False)
-        )
-        square = self._summed(joint_squares(divided).sum()).reshape(1)
-        return torch.cat([square, joint_squares(whole)]) if whole else square
-
-    def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._gathered(name, part) if name in self._shapes else part for name, part in parts.items()}
-
-    def _gathered(self, name: str, part: Tensor) -> Tensor:
-        shape = self._shapes[name]
-        padded = part.new_zeros(-(-shape[0] // self.size), *shape[1:])
-        padded[: part.shape[0]] = part
-        return self._exchange.gather(padded).flatten(0, 1)[: shape[0]]
-
-    def own(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._cut(tensor) if name in self._shapes else tensor for name, tensor in whole.items()}
-
-    def _cut(self, whole: Tensor) -> Tensor:
-        parts = whole.chunk(self.size)
-        return parts[self.rank] if self.rank < len(parts) else whole[:0]
-
-
-class ShardedTeam(_DividedTeam, _ColumnTeam):
+class FSDPStrategy(_BatchParallelStrategy):
     """torch's FSDP2: a group of parameters for each LSTM layer, and one for the tied matrix with the head."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__(model)
-        mesh = _mesh(self._device, self.size)
+    def _distribute(self, model: LanguageModel) -> None:
+        mesh = init_device_mesh(model.embedding.device.type, (self.size,))
         scalars = keep_scalars_whole(model)
         for layer in model.stack.in_order():
             fully_shard(layer, mesh=mesh)
@@ -178,49 +182,31 @@ class ShardedTeam(_DividedTeam, _ColumnTeam):
         fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
         assert isinstance(model, FSDPModule)
         self._sharded = model
-        self._parameters: list[nn.Parameter] = list(model.parameters())
-        self._hold(model)
 
     def training_pass(self, *, is_last: bool) -> AbstractContextManager[Any]:
         self._sharded.set_requires_gradient_sync(is_last)
         return nullcontext()
 
-    def add_gradients(self, objective: Tensor) -> None:
-        objective.backward()
 
-    def take_gradients(self) -> list[Tensor]:
-        return _taken(self._parameters)
+class VocabularyParallelStrategy(_DistributedStrategy):
+    """The tied matrix, the bias and parameters per token are sharded by rows; the loss is vocabulary-parallel."""
 
-
-class VocabularyTeam(_DividedTeam):
-    """The tied matrix, the bias and parameters per word are divided by words; the loss is vocabulary-parallel."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__(model)
-        mesh = _mesh(self._device, self.size)
+    def _distribute(self, model: LanguageModel) -> None:
+        mesh = init_device_mesh(model.embedding.device.type, (self.size,))
         model.embedding = nn.Parameter(distribute_tensor(model.embedding.detach(), mesh, [Shard(0)]))
         model.output.weight = model.embedding
         shard_classes(model.output, mesh)  # type: ignore[type-var]
-        self._parameters = list(model.parameters())
-        self._hold(model)
-
-    def add_gradients(self, objective: Tensor) -> None:
-        gradients = [_local(gradient) for gradient in torch.autograd.grad(objective, self._parameters)]
-        if self._gradients:
-            torch._foreach_add_(self._gradients, gradients)
-        else:
-            self._gradients = gradients
 
 
-TEAMS: dict[Kind, Callable[[LanguageModel], Alone]] = {
-    "ddp": DataTeam,
-    "fsdp": ShardedTeam,
-    "vocabulary": VocabularyTeam,
+STRATEGIES: dict[Kind, Callable[[LanguageModel], SingleProcessStrategy]] = {
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "vocabulary": VocabularyParallelStrategy,
 }
 
 
-def told_by_first(work: Callable[[], T]) -> T:
-    """What the first rank's ``work`` returns, on all ranks; the others wait for it, however long it takes."""
+def broadcast_from_first(work: Callable[[], T]) -> T:
+    """The result of the first rank's ``work``, on all ranks; the others wait for it, however long it takes."""
     box: list[Any] = [work()] if dist.get_rank() == 0 else [None]
     with explained("waiting for"):
         dist.broadcast_object_list(box, src=0, group=_patient_group())
@@ -242,18 +228,5 @@ def _patient_group() -> dist.ProcessGroup:
     return group
 
 
-def _mesh(device: torch.device, size: int) -> DeviceMesh:
-    return init_device_mesh(device.type, (size,))
-
-
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _taken(parameters: Any) -> list[Tensor]:
-    """The gradients of parameters, which have none from now on."""
-    gradients = []
-    for parameter in parameters:
-        gradients.append(_local(parameter.grad))
-        parameter.grad = None
-    return gradients

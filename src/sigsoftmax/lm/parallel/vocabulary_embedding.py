@@ -1,4 +1,4 @@
-"""An embedding whose rows are divided over processes.
+"""Vocabulary-parallel embedding: its rows are sharded over processes.
 
 Shapes: T time steps, B columns, D embedding.
 """
@@ -24,7 +24,7 @@ def embedding_of_ranks(tokens_TB: Tensor, weight: Any) -> Tensor:
     own = classes_of(even_sizes(weight.shape[0], exchange.size), exchange.rank)
     rows = weight.to_local()
     if not rows.shape[0]:
-        # A rank without words has nothing to add, but a place in the graph.
+        # A rank without rows has nothing to add, but a place in the graph.
         own_TBD = rows.sum() + rows.new_zeros(*tokens_TB.shape, weight.shape[1])
     else:
         is_own = (tokens_TB >= own.start) & (tokens_TB < own.stop)

@@ -7,14 +7,21 @@ given here alone, and not look at a value on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
-__all__ = ["RepeatedCalls"]
+__all__ = ["RepeatedCalls", "on_stream"]
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Give work to that stream; None: as it is. (A ``torch.cuda.stream(None)`` would initialise CUDA for a CPU run.)"""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class RepeatedCalls:
-    """One graph a key, captured the second time the key is met: the first run warms up what is allocated lazily.
+    """One graph per key, captured the second time the key is met: the first run warms up what is allocated lazily.
 
     All graphs share one pool of memory, since only one of them runs at a time. On other devices, or with
     ``capture=False``, a call is a call.

@@ -6,17 +6,18 @@ Shapes: R rows, B columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.lm.config import Precision
+from sigsoftmax.lm.data.corpus import evaluation_windows
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import carry_over
-from sigsoftmax.lm.parallel.alone import Alone
-from sigsoftmax.lm.training.capture import RepeatedCalls
+from sigsoftmax.lm.parallel.single_process import SingleProcessStrategy
+from sigsoftmax.lm.training.capture import RepeatedCalls, on_stream
 from sigsoftmax.lm.training.precision import arithmetic, lstm_dtype
 
 __all__ = ["WINDOW", "Evaluation", "Evaluator", "evaluate"]
@@ -27,11 +28,11 @@ WINDOW = 70
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The sum of the negative log-likelihoods, in nats, and over how much."""
+    """The sum of the negative log-likelihoods of a text, in nats."""
 
     total: float
     scored: int
-    """tokens"""
+    """tokens over which the sum runs"""
     rows: int
     batch: int
 
@@ -54,14 +55,13 @@ class Evaluator:
         text_RB: Tensor,
         *,
         precision: Precision = "float32",
-        capture: bool = True,
-        parallel: Alone | None = None,
+        parallel: SingleProcessStrategy | None = None,
     ) -> None:
         if text_RB.shape[0] < 2:
             raise ValueError(f"a text must have at least 2 rows to be evaluated, got {text_RB.shape[0]}")
         self._model, self._precision = model, precision
         device = model.embedding.device
-        self._parallel = Alone(model) if parallel is None else parallel
+        self._parallel = SingleProcessStrategy(model) if parallel is None else parallel
         self._shape = text_RB.shape
         own = self._parallel.evaluated_columns(text_RB.shape[1])
         self._text_RB, self._counts = text_RB[:, own.columns].to(device), own.counts
@@ -69,20 +69,18 @@ class Evaluator:
         self._row = torch.zeros((), dtype=torch.int64, device=device)
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._steps = torch.arange(WINDOW + 1, device=device)
-        self._calls = RepeatedCalls(device, capture=capture)
+        self._calls = RepeatedCalls(device, capture=self._parallel.can_capture)
 
     def launch(self) -> Iterator[None]:
         """Give the work to the device, window by window; :meth:`result` waits for it."""
         for tensor in (self._row, self._total, *(t for state in self._states for t in state)):
             tensor.zero_()
-        last = self._text_RB.shape[0] - 1
-        for start in range(0, last, WINDOW):
-            length = min(WINDOW, last - start)
-            self._calls(length, lambda length=length: self._window(length))  # type: ignore[misc]
+        for window in evaluation_windows(self._text_RB.shape[0], WINDOW):
+            self._calls(window.length, partial(self._window, window.length))
             yield
 
     def result(self) -> Evaluation:
-        """Of all columns; each process has read its own."""
+        """The evaluation of all columns; each process has read its own."""
         rows, batch = self._shape
         total = self._parallel.sum(self._total if self._counts else torch.zeros_like(self._total))
         self._model.stack.recurrence.raise_if_failed()
@@ -105,7 +103,7 @@ def evaluate(model: LanguageModel, text_RB: Tensor, *, precision: Precision = "f
     stream = torch.cuda.Stream(model.embedding.device) if model.embedding.is_cuda else None
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(model.embedding.device))
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
+    with on_stream(stream):
         evaluator = Evaluator(model, text_RB, precision=precision)
         for _ in evaluator.launch():
             pass

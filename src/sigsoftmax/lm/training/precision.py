@@ -1,4 +1,4 @@
-"""Which arithmetic a pass runs in: float32 of IEEE, TF32 products, or a bf16 LSTM and head over float32 weights."""
+"""The arithmetic of a pass: float32 of IEEE, TF32 products, or a bf16 LSTM and head over float32 weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ __all__ = ["arithmetic", "check_precision", "lstm_dtype", "resolve_evaluation_pr
 
 
 def check_precision(precision: str, device: torch.device) -> Precision:
-    for known in PRECISIONS:
-        if precision == known:
-            if known != "float32" and device.type != "cuda":
-                raise ValueError(
-                    f"precision {precision!r} is for CUDA devices, and this run is on {device}; use float32"
-                )
-            return known
-    raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if precision != "float32" and device.type != "cuda":
+        raise ValueError(f"precision {precision!r} is for CUDA devices, and this run is on {device}; use float32")
+    return precision
 
 
 def resolve_evaluation_precision(asked: str | None, device: torch.device) -> Precision:

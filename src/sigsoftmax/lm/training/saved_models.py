@@ -1,4 +1,4 @@
-"""Models in checkpoints: what is stored with the weights, and the way back.
+"""Models in checkpoints: the meta that is stored with the weights, and the way back.
 
 Whatever a file says is checked before it is used, so that one that was damaged or crafted is refused by its name and
 with what is wrong about it: each field by its type and by what it must agree with, each tensor by name, shape, type and
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -32,9 +32,7 @@ __all__ = [
     "check_tensors",
     "first_not_finite",
     "load_model",
-    "model_tensors",
     "saved_meta",
-    "typed_meta",
 ]
 
 
@@ -48,14 +46,14 @@ class CorpusIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """What a checkpoint says of its weights: recipe, run, words, corpus, and when they were the best."""
+    """The meta of a checkpoint with the weights of a model: recipe, run, vocabulary, corpus, and the best epoch."""
 
     WHAT: ClassVar[str] = "checkpoint of a language model that can be used"
     REMEDY: ClassVar[str] = (
         "a run's last.safetensors is for going on with the run, and best.safetensors for using the model; if that one "
         "is no good, train it anew"
     )
-    """what to do about a file that is refused"""
+    """advice about a file that is refused"""
 
     recipe: Recipe
     run: RunIdentity
@@ -63,7 +61,7 @@ class SavedModel:
     corpus: CorpusIdentity
     best_epoch: int
     valid_loss: float | None
-    """of the best epoch; None before the first"""
+    """validation loss of the best epoch; None before the first"""
 
     def __post_init__(self) -> None:
         for what, told, here in (
@@ -82,8 +80,18 @@ class SavedModel:
         if self.valid_loss is not None and not math.isfinite(self.valid_loss):
             raise ValueError(f"valid_loss must be finite, got {self.valid_loss}")
 
+    @classmethod
+    def read(cls, meta: Mapping[str, Any], path: Path) -> Self:
+        """The typed meta of the checkpoint at ``path``, which must have each of the fields and no other."""
+        try:
+            return cast(Self, from_plain(cls, dict(meta), "meta"))
+        except ValueError as error:
+            raise cls.refusal(path, str(error)) from None
 
-S = TypeVar("S", bound=SavedModel)
+    @classmethod
+    def refusal(cls, path: Path, problem: str) -> ValueError:
+        """The error to raise about a file that has a problem."""
+        return ValueError(f"{path} is no {cls.WHAT}: {problem}; {cls.REMEDY}")
 
 
 @dataclass(frozen=True)
@@ -93,16 +101,13 @@ class LoadedModel:
     run: RunIdentity
     vocabulary: Vocabulary
     epoch: int
-    """of training, after which these weights were the best"""
+    """epoch of training after which these weights were the best"""
     meta: SavedModel
 
 
-def model_tensors(model: LanguageModel) -> dict[str, Tensor]:
-    """The parameters by name, the tied matrix once."""
-    return dict(model.named_parameters())
-
-
-def saved_meta(recipe: Recipe, run: RunIdentity, corpus: Corpus, *, epoch: int, valid_loss: float) -> dict[str, Any]:
+def saved_meta(
+    recipe: Recipe, run: RunIdentity, corpus: Corpus, *, epoch: int, valid_loss: float | None
+) -> dict[str, Any]:
     """The meta of a checkpoint with these weights, as JSON can hold it."""
     saved = SavedModel(
         recipe=recipe,
@@ -110,41 +115,26 @@ def saved_meta(recipe: Recipe, run: RunIdentity, corpus: Corpus, *, epoch: int, 
         words=corpus.words,
         corpus=CorpusIdentity(name=corpus.name, checksum=corpus.checksum),
         best_epoch=epoch,
-        valid_loss=valid_loss if math.isfinite(valid_loss) else None,
+        valid_loss=valid_loss,
     )
-    plain: dict[str, Any] = to_plain(saved)
-    return plain
-
-
-def typed_meta(kind: type[S], meta: Mapping[str, Any], path: Path) -> S:
-    """The meta of a checkpoint as ``kind``, which must have each of its fields and no other."""
-    try:
-        typed: S = from_plain(kind, dict(meta), "meta")
-    except ValueError as error:
-        raise ValueError(f"{path} is no {kind.WHAT}: {error}; {kind.REMEDY}") from None
-    return typed
+    return cast(dict[str, Any], to_plain(saved))
 
 
 def check_tensors(
     kind: type[SavedModel], found: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path
 ) -> None:
     """Refuse tensors that are not, by name, shape and type, those that are expected, or that are not finite."""
-    problem = None
-    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if missing:
-        problem = f"it lacks the tensor {missing[0]!r}"
-    elif unknown:
-        problem = f"it holds the tensor {unknown[0]!r}, which has no place there"
-    else:
-        for name, tensor in expected.items():
-            told, here = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (found[name], tensor))
-            if told != here:
-                problem = f"its tensor {name!r} has shape {told[0]} and type {told[1]}, not {here[0]} and {here[1]}"
-                break
-    if problem is None and (broken := first_not_finite(found)) is not None:
-        problem = f"its tensor {broken!r} holds numbers that are not finite"
-    if problem is not None:
-        raise ValueError(f"{path} is no {kind.WHAT}: {problem}; {kind.REMEDY}")
+    if missing := sorted(expected.keys() - found.keys()):
+        raise kind.refusal(path, f"it lacks the tensor {missing[0]!r}")
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise kind.refusal(path, f"it holds the tensor {unknown[0]!r}, which has no place there")
+    for name, tensor in expected.items():
+        told, here = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (found[name], tensor))
+        if told != here:
+            problem = f"its tensor {name!r} has shape {told[0]} and type {told[1]}, not {here[0]} and {here[1]}"
+            raise kind.refusal(path, problem)
+    if (broken := first_not_finite(found)) is not None:
+        raise kind.refusal(path, f"its tensor {broken!r} holds numbers that are not finite")
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
@@ -170,18 +160,15 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> Loade
     if path.is_dir():
         path = path / "best.safetensors"
     checkpoint = checkpoints.load(path)
-    meta = typed_meta(SavedModel, checkpoint.meta, path)
+    meta = SavedModel.read(checkpoint.meta, path)
     recipe, stored = meta.recipe, sum(tensor.numel() for tensor in checkpoint.tensors.values())
     if stored != meta.run.parameters:
         # Before a model is made of what the file says: that could be one that no memory holds.
-        raise ValueError(
-            f"{path} is no {SavedModel.WHAT}: its model has {meta.run.parameters:,} parameters, and it holds "
-            f"{stored:,}; {SavedModel.REMEDY}"
-        )
+        raise SavedModel.refusal(path, f"its model has {meta.run.parameters:,} parameters, and it holds {stored:,}")
     check_model_fits(recipe.model, len(meta.words), torch.device(device), is_trained=False)
     vocabulary = Vocabulary(meta.words)
     model = LanguageModel(recipe.model, len(vocabulary))
-    parameters = model_tensors(model)
+    parameters = dict(model.named_parameters())
     check_tensors(SavedModel, checkpoint.tensors, parameters, path)
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -1,4 +1,4 @@
-"""Runs in checkpoints: where a run stands, beside the tensors that it goes on with."""
+"""Runs in checkpoints: the meta of a run that can go on, and the check of the tensors that it goes on with."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SavedWindowLengths:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun(SavedModel):
-    """What ``last.safetensors`` says of a run besides its best weights."""
+    """The meta of ``last.safetensors``: a run's best model, and its position."""
 
     WHAT: ClassVar[str] = "checkpoint of a run that can go on here"
     REMEDY: ClassVar[str] = (
@@ -50,15 +50,15 @@ class SavedRun(SavedModel):
     )
 
     epoch: int
-    """the one to go on with, from 1"""
+    """the epoch to go on with, from 1"""
     row: int
     update: int
-    """both of that epoch, from 0"""
+    """row and update in that epoch, from 0"""
     seconds: float
-    """spent on that epoch"""
+    """time spent on that epoch"""
     stale: bool
     losses: tuple[float, ...]
-    """of validation, one for each epoch that has ended"""
+    """validation losses, one for each epoch that has ended"""
     window_lengths: SavedWindowLengths
     records_bytes: int
     """length of the records when this was saved"""
@@ -108,12 +108,10 @@ def check_run_tensors(saved: SavedRun, found: Mapping[str, Tensor], fresh: Mappi
     place = (int(found["updater.row"]), int(found["updater.count"]))
     # At the end of an epoch the tensors are still those of its last update.
     if saved.update and (place != (saved.row, saved.update) or saved.update > found["updater.losses"].numel()):
-        raise ValueError(
-            f"{path} is no {SavedRun.WHAT}: its meta is at row {saved.row}, update {saved.update}, and its tensors are "
-            f"at row {place[0]}, update {place[1]}; {SavedRun.REMEDY}"
+        raise SavedRun.refusal(
+            path,
+            f"its meta is at row {saved.row}, update {saved.update}, and its tensors are at row {place[0]}, update "
+            f"{place[1]}",
         )
     if found["optimizer.updates"] < 0:
-        raise ValueError(
-            f"{path} is no {SavedRun.WHAT}: it counts {float(found['optimizer.updates']):g} averaged updates; "
-            f"{SavedRun.REMEDY}"
-        )
+        raise SavedRun.refusal(path, f"it counts {float(found['optimizer.updates']):g} averaged updates")

@@ -3,7 +3,7 @@
 What changes from update to update (the row, the carried state, the count, the losses) lives on the device in tensors
 that stay where they are, so that an update of a given length can be captured once and replayed.
 
-Of several processes each has some columns: whole groups, or a part of one. All draw the masks of all groups.
+Each of several processes has some columns: whole groups, or a part of one. All draw the masks of all groups.
 
 Shapes: R rows, B columns.
 """
@@ -11,6 +11,7 @@ Shapes: R rows, B columns.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,9 +20,9 @@ from sigsoftmax.lm.config import Precision, TrainingConfig
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over
 from sigsoftmax.lm.model.regularization import MaskSampler, penalties
-from sigsoftmax.lm.parallel.alone import Alone
+from sigsoftmax.lm.parallel.single_process import SingleProcessStrategy
 from sigsoftmax.lm.training.capture import RepeatedCalls
-from sigsoftmax.lm.training.optimization import AveragedSgd
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd
 from sigsoftmax.lm.training.precision import arithmetic, lstm_dtype
 
 __all__ = ["Updater"]
@@ -45,19 +46,21 @@ class Updater:
         generator: torch.Generator,
         precision: Precision = "float32",
         capture: bool = True,
-        parallel: Alone | None = None,
+        parallel: SingleProcessStrategy | None = None,
         skip: Tensor | None = None,
     ) -> None:
-        self._model, self._optimizer, self._config, self._precision = model, optimizer, config, precision
-        self._parallel = Alone(model) if parallel is None else parallel
+        self._optimizer, self._config, self._precision = optimizer, config, precision
+        self._parallel = SingleProcessStrategy(model) if parallel is None else parallel
         self._device, self._skip = model.embedding.device, skip
         self._group = config.group or config.batch
         self._columns = self._parallel.columns(config.batch, self._group)
         self._text_RB, self._generator = text_RB[:, self._columns].to(self._device), generator
         own = self._columns.stop - self._columns.start
-        self._part = min(own, self._group)
-        """columns of one pass"""
-        self._states = [model.zero_state(self._part, lstm_dtype(precision)) for _ in range(own // self._part)]
+        self.columns_at_once = min(own, self._group)
+        """columns of one pass of the model"""
+        self._states = [
+            model.zero_state(self.columns_at_once, lstm_dtype(precision)) for _ in range(own // self.columns_at_once)
+        ]
         self._masks = MaskSampler(
             model.config,
             vocabulary_size=model.vocabulary_size,
@@ -69,16 +72,11 @@ class Updater:
         self._count = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._losses = torch.zeros(text_RB.shape[0] // SHORTEST_WINDOW + 2, device=self._device)
         self._steps = torch.arange(text_RB.shape[0], device=self._device)
-        self._calls = RepeatedCalls(self._device, generator, capture=capture)
+        self._calls = RepeatedCalls(self._device, generator, capture=capture and self._parallel.can_capture)
         self._mode = optimizer.mode
 
-    @property
-    def columns_at_once(self) -> int:
-        """Columns of one pass of the model."""
-        return self._part
-
     def begin_epoch(self) -> None:
-        """At the first row, with zero state."""
+        """Begin at the first row, with zero state."""
         for tensor in (*self._numbers().values(), *(t for states in self._states for state in states for t in state)):
             tensor.zero_()
 
@@ -90,9 +88,8 @@ class Updater:
         self._calls((drawn, length), lambda: self._update(drawn, length))
 
     def losses(self, first: int, end: int) -> list[float]:
-        """Of updates ``first`` to ``end`` of the epoch; waits for them."""
-        losses: list[float] = self._losses[first:end].tolist()
-        return losses
+        """The losses of updates ``first`` to ``end`` of the epoch; waits for them."""
+        return cast(list[float], self._losses[first:end].tolist())
 
     def _update(self, drawn: int, length: int) -> None:
         rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
@@ -101,14 +98,14 @@ class Updater:
         losses: list[Tensor] = []
         for group in range(self._config.batch // self._group):
             masks = self._masks.draw(self._generator)
-            # Of the group's first column among the own ones.
+            # The place of the group's first column among the own ones.
             place = group * self._group - self._columns.start
-            part = max(place, 0) // self._part
+            part = max(place, 0) // self.columns_at_once
             if place <= -self._group or part >= len(self._states):
                 continue
-            if self._part < self._group:
-                masks = masks.of_columns(slice(-place, self._part - place))
-            columns, states = slice(part * self._part, (part + 1) * self._part), self._states[part]
+            if self.columns_at_once < self._group:
+                masks = masks.of_columns(slice(-place, self.columns_at_once - place))
+            columns, states = slice(part * self.columns_at_once, (part + 1) * self.columns_at_once), self._states[part]
             is_last = part + 1 == len(self._states)
             with arithmetic(self._precision, self._device), self._parallel.training_pass(is_last=is_last):
                 loss, features = self._parallel.forward(
@@ -125,7 +122,7 @@ class Updater:
             carry_over(states, features.states)
         self._optimizer.update(
             self._parallel.take_gradients(),
-            self._config.learning_rate * drawn / self._config.bptt,
+            self._config.step_size(drawn),
             skip=self._skip,
         )
         mean_loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
@@ -137,7 +134,7 @@ class Updater:
         return {"row": self._row, "count": self._count, "losses": self._losses}
 
     def state(self) -> dict[str, Tensor]:
-        """Where in the epoch the run stands, of all columns, and its random numbers."""
+        """The position in the epoch, the states of all columns, and the random numbers."""
         tensors = self._numbers() | {"generator": self._generator.get_state()}
         for layer in range(len(self._states[0])):
             for kind in LayerState._fields:
@@ -153,7 +150,7 @@ class Updater:
             for kind in LayerState._fields:
                 groups = range(self._config.batch // self._group)
                 every_1BH = torch.cat([state[f"{kind}.{group}.{layer}"] for group in groups], dim=1)
-                own = every_1BH[:, self._columns].split(self._part, dim=1)
+                own = every_1BH[:, self._columns].split(self.columns_at_once, dim=1)
                 for states, tensor in zip(self._states, own, strict=True):
                     getattr(states[layer], kind).copy_(tensor)
         self._generator.set_state(state["generator"].cpu())

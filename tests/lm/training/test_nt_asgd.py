@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sigsoftmax.lm.training.optimization import AveragedSgd, NonMonotonicTrigger, clip_norm_
+from sigsoftmax.lm.training.nt_asgd import AveragedSgd, NonMonotonicTrigger, clip_norm_
 
 DECAY = 1.2e-6
 
@@ -79,18 +79,18 @@ def test_a_late_switch_starts_a_fresh_average():
     assert float(optimizer.averages[0]) == pytest.approx(7.5), "a second call changes nothing"
 
 
-def test_exchange_twice_is_not_at_all():
+def test_averages_that_are_swapped_twice_are_as_before():
     ours = parameters_of()
     optimizer = AveragedSgd(ours, clip=0.25, weight_decay=DECAY)
-    optimizer.exchange()  # nothing to exchange yet
+    optimizer.swap_averages()  # nothing to swap yet
     optimizer.begin_averaging()
     for step in range(4):
         optimizer.update(gradients_of(step), 3.0)
     weights = [p.detach().clone() for p in ours]
     averages = [a.clone() for a in optimizer.averages]
-    optimizer.exchange()
+    optimizer.swap_averages()
     assert all(torch.equal(p, a) for p, a in zip(ours, averages, strict=True))
-    optimizer.exchange()
+    optimizer.swap_averages()
     assert all(torch.equal(p, w) for p, w in zip(ours, weights, strict=True))
 
 

@@ -64,7 +64,7 @@ class AveragedSgd:
         self.averages: list[Tensor] = []
         device = self.parameters[0].device
         self._updates = torch.zeros((), dtype=torch.float64, device=device)
-        """since averaging began"""
+        """updates since averaging began"""
         self._step_size = torch.zeros((), device=device)
         """the step size that the previous update asked for"""
 
@@ -74,7 +74,7 @@ class AveragedSgd:
 
     @torch.no_grad()
     def begin_averaging(self) -> None:
-        """From the current weights on. A second call changes nothing."""
+        """Average from the current weights on. A second call changes nothing."""
         if not self.averages:
             self.averages = [parameter.detach().clone() for parameter in self.parameters]
             self._updates.zero_()
@@ -132,8 +132,8 @@ class AveragedSgd:
         )
 
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Swap weights and averages in place, once there are averages: twice is not at all."""
+    def swap_averages(self) -> None:
+        """Swap weights and averages in place, once there are averages; a second call swaps them back."""
         if not self.averages:
             return
         for average, parameter in zip(self.averages, self.parameters, strict=True):
@@ -142,7 +142,7 @@ class AveragedSgd:
             average.copy_(weights)
 
     def state(self) -> dict[str, Tensor]:
-        """All but the weights."""
+        """The state of the optimiser: everything but the weights."""
         tensors = {"updates": self._updates, "step_size": self._step_size}
         return tensors | {f"average.{index}": average for index, average in enumerate(self.averages)}
 
@@ -164,7 +164,7 @@ class NonMonotonicTrigger:
         self.losses = list(losses)
 
     def fires(self, loss: float) -> bool:
-        """Whether this loss fires; it then counts among the earlier ones."""
+        """Return True if this loss fires; it then counts among the earlier ones."""
         earlier = self.losses[: -self.patience]
         self.losses.append(loss)
         return bool(earlier) and loss > min(earlier)
