@@ -1,4 +1,4 @@
-"""What is stored of an output function, and how a stored model is kept from running as softmax.
+"""Stored models with an output function, which are kept from running as softmax.
 
 A patched model is saved as transformers saves models, with three differences, each of which stops another kind of
 reader that does not know the output function:
@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 
 from sigsoftmax.integrations.huggingface.patching import receipts
 from sigsoftmax.integrations.huggingface.patching.examination import output_layer
-from sigsoftmax.integrations.huggingface.patching.head_function import LogitAdjustment
 from sigsoftmax.records.atomic_write import atomic_write
 
 KEY = "sigsoftmax"
@@ -45,72 +43,43 @@ Loaded as a softmax model it would give wrong probabilities, so nothing but that
 """
 
 from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, SigsoftmaxForCausalLM, SigsoftmaxModel  # noqa: F401
-from sigsoftmax.records.atomic_write import atomic_write
 '''
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remembered:
-    """What a configuration says of the output function of its model."""
+BEING_FILLED = "is_being_filled"
+"""Mark, beside what is stored, of the configuration of a model that is about to be filled from a guarded checkpoint."""
 
-    function: str
-    frozen: tuple[str, ...] = ()
-    num_classes: int
-    adjustment: LogitAdjustment
-    why_stored: str | None = None
-    model_type: str
-    """The model type of the model's own configuration."""
-    architecture: str
-    reshaped: tuple[str, ...] = ()
-    """Parameters that are stored with the shape (1, V, d)."""
-    auto_map: Mapping[str, str] | None = None
-    """That of a model whose own code lies with it."""
 
-    @classmethod
-    def of(cls, config: Any) -> Remembered:
-        found = config.get(KEY) if isinstance(config, Mapping) else getattr(config, KEY, None)
-        if not isinstance(found, Mapping):
-            raise ValueError(
-                "the configuration remembers no output function; name one, as in "
-                "apply_output_function(model, 'sigsoftmax')"
-            )
-        if found.get("format") != FORMAT:
-            raise ValueError(
-                f"the output function is stored in format {found.get('format')!r}, but this version of sigsoftmax "
-                f"reads {FORMAT}; install the version that wrote it, or a newer one"
-            )
-        return cls(
-            function=found["function"],
-            frozen=tuple(found["frozen"]),
-            num_classes=found["num_classes"],
-            adjustment=LogitAdjustment(scale=found["logit_scale"], cap=found["softcap"]),
-            why_stored=found["why_stored"],
-            model_type=found["own_model_type"],
-            architecture=found["architecture"],
-            reshaped=tuple(found["reshaped"]),
-            auto_map=found["auto_map"],
+def stored_in(config: Any) -> dict[str, Any]:
+    """The entry of a configuration that :func:`remember` wrote."""
+    found = config.get(KEY) if isinstance(config, Mapping) else getattr(config, KEY, None)
+    if not isinstance(found, dict):
+        raise ValueError(
+            "the configuration remembers no output function; name one, as in apply_output_function(model, 'sigsoftmax')"
         )
+    if found.get("format") != FORMAT:
+        raise ValueError(
+            f"the output function is stored in format {found.get('format')!r}, but this version of sigsoftmax "
+            f"reads {FORMAT}; install the version that wrote it, or a newer one"
+        )
+    return found
 
 
 def remember(model: Any) -> None:
     """Write the output function of a patched model into its configuration."""
-    examined, function = model.examined, model.output_function
-    setattr(
-        model.config,
-        KEY,
-        {
-            "format": FORMAT,
-            **function.remembered(),
-            "num_classes": examined.num_classes,
-            "logit_scale": examined.adjustment.scale,
-            "softcap": examined.adjustment.cap,
-            "why_stored": examined.why_stored,
-            "own_model_type": model.config.model_type,
-            "architecture": type(model).__name__,
-            "reshaped": [] if function.is_plain_softmax else names_of_output_weight(model),
-            "auto_map": None,
-        },
-    )
+    function = model.output_function
+    stored = {
+        "format": FORMAT,
+        **function.stored(),
+        # The model type of the model's own configuration.
+        "own_model_type": model.config.model_type,
+        "architecture": type(model).__name__,
+        # Parameters that are stored with the shape (1, V, d).
+        "reshaped": [] if function.is_plain_softmax else names_of_output_weight(model),
+        # The `auto_map` of a model whose own code lies with it.
+        "auto_map": None,
+    }
+    setattr(model.config, KEY, stored)
 
 
 def rename(model: Any) -> None:
@@ -154,7 +123,7 @@ def forget(model: Any) -> None:
 
 
 def names_of_output_weight(model: nn.Module) -> list[str]:
-    """All names that the weight of the output layer has in the state dict; two or more if it is tied."""
+    """Names that the weight of the output layer has in the state dict; two or more if it is tied."""
     weight = output_layer(model).weight
     return [name for name, value in model.named_parameters(remove_duplicate=False) if value is weight]
 
@@ -283,18 +252,3 @@ def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
         for name, parameter in module._parameters.items():
             if parameter is old:
                 module._parameters[name] = new
-
-
-def fill_from(config: Any) -> None:
-    """Mark a configuration as that of a model which is about to be filled from a guarded checkpoint."""
-    getattr(config, KEY)["is_being_filled"] = True
-
-
-def is_marked(config: Any) -> bool:
-    """Whether :func:`fill_from` marked a configuration; the mark stays."""
-    return bool((getattr(config, KEY, None) or {}).get("is_being_filled"))
-
-
-def is_being_filled(config: Any) -> bool:
-    """Whether :func:`fill_from` marked it; the mark is gone afterwards."""
-    return bool(getattr(config, KEY).pop("is_being_filled", False))

@@ -53,10 +53,10 @@ def from_pretrained(name_or_path: str | os.PathLike[str], *, function: Function 
                 f"{path} remembers no output function; name one, as in from_pretrained({path!r}, function='sigsoftmax')"
             )
         return apply_output_function(AutoModelForCausalLM.from_pretrained(path, **options), function)
-    remembered = checkpoints.Remembered.of(settings)
-    if function is not None and str(OutputFunction.parse(function)) != remembered.function:
+    saved = checkpoints.stored_in(settings)["function"]
+    if function is not None and str(OutputFunction.parse(function)) != saved:
         raise ValueError(
-            f"{path} was saved with {remembered.function}, not with {function}; load it without function=, and apply "
+            f"{path} was saved with {saved}, not with {function}; load it without function=, and apply "
             "another one to it afterwards if that is what you want"
         )
     return load_remembered(path, settings, **options)
@@ -71,19 +71,19 @@ def load_adapter(model: Any, path: str | os.PathLike[str]) -> Any:
 
 def load_remembered(path: str, settings: Mapping[str, Any], **options: Any) -> Any:
     """The model that a guarded configuration describes, filled from its files."""
-    remembered = checkpoints.Remembered.of(settings)
+    stored = checkpoints.stored_in(settings)
     try:
-        OutputFunction.parse(remembered.function)
+        OutputFunction.parse(stored["function"])
     except ValueError as error:
         raise ValueError(
             f"{path} was saved with an output function that is not known here: {error}. One of your own must be "
             "registered, with register_function, before the model is loaded"
         ) from None
     config, own_class = own_classes(path, settings, trust_remote_code=bool(options.get("trust_remote_code")))
-    checkpoints.fill_from(config)
+    checkpoints.stored_in(config)[checkpoints.BEING_FILLED] = True
     wants_report = options.pop("output_loading_info", False)
     model, report = patched_class(own_class).from_pretrained(path, config=config, output_loading_info=True, **options)
-    checkpoints.restore_shapes(model, remembered.reshaped)
+    checkpoints.restore_shapes(model, stored["reshaped"])
     model.output_function.freeze()
     lost = [key for key in report["missing_keys"] if key.startswith("output_function.")]
     if lost:
@@ -95,29 +95,28 @@ def load_remembered(path: str, settings: Mapping[str, Any], **options: Any) -> A
 
 def own_classes(path: str, settings: Mapping[str, Any], *, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """The configuration as the model's own class reads it, and that class."""
-    remembered = checkpoints.Remembered.of(settings)
+    stored = checkpoints.stored_in(settings)
+    model_type, architecture, auto_map = stored["own_model_type"], stored["architecture"], stored["auto_map"]
     config_class: Any
     own_class: Any
-    own: dict[str, Any] = {**settings, "model_type": remembered.model_type, "architectures": [remembered.architecture]}
+    own: dict[str, Any] = {**settings, "model_type": model_type, "architectures": [architecture]}
     own.pop("auto_map", None)
-    if remembered.auto_map:
+    if auto_map:
         if not trust_remote_code:
             raise ValueError(
                 f"{path} is a model with code of its own; look at that code, and pass trust_remote_code=True to run it"
             )
-        own["auto_map"] = dict(remembered.auto_map)
-        config_class = get_class_from_dynamic_module(remembered.auto_map["AutoConfig"], path)
-        own_class = get_class_from_dynamic_module(remembered.auto_map["AutoModelForCausalLM"], path)
+        own["auto_map"] = dict(auto_map)
+        config_class = get_class_from_dynamic_module(auto_map["AutoConfig"], path)
+        own_class = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], path)
         own_class.register_for_auto_class("AutoModelForCausalLM")
         config_class.register_for_auto_class()
-    elif remembered.model_type in CONFIG_MAPPING:
-        config_class = CONFIG_MAPPING[remembered.model_type]
-        own_class = getattr(transformers, remembered.architecture, None)
-        if own_class is None:
-            own_class = AutoModelForCausalLM._model_mapping[config_class]
+    elif model_type in CONFIG_MAPPING:
+        config_class = CONFIG_MAPPING[model_type]
+        own_class = getattr(transformers, architecture, None) or AutoModelForCausalLM._model_mapping[config_class]
     else:
         raise ValueError(
-            f"{path} holds a {remembered.architecture}, which transformers {transformers.__version__} does not know; "
+            f"{path} holds a {architecture}, which transformers {transformers.__version__} does not know; "
             "install a newer version of transformers"
         )
     return config_class.from_dict(own), own_class

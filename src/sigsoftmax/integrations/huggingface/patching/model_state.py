@@ -1,0 +1,33 @@
+"""Changes to a model that last for one block of code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back into the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def loss_function_set(model: Any, function: Any) -> Iterator[None]:
+    """Set another loss; None is the loss of the model's class. The setter of transformers keeps it in an attribute."""
+    own = model.__dict__.pop("_loss_function", None)
+    if function is not None:
+        model.__dict__["_loss_function"] = function
+    try:
+        yield
+    finally:
+        model.__dict__.pop("_loss_function", None)
+        if own is not None:
+            model.__dict__["_loss_function"] = own
