@@ -8,11 +8,15 @@ import pytest
 import torch
 from tests.experiments.tiny_models import WIDTH, WORDS, save_model, save_tokenizer
 
+pytest.importorskip("transformers")
+
+import transformers
+
 from sigsoftmax import cli
 from sigsoftmax.experiments.audit.huggingface import open_head_only, open_model
+from sigsoftmax.experiments.audit.run import AuditConfig, run
 from sigsoftmax.family import OutputFunction
 
-transformers = pytest.importorskip("transformers")
 MEMORY = 1 << 30
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -149,7 +153,7 @@ def test_parameters_that_the_files_lack(tmp_path):
 def test_a_text_needs_a_tokenizer(folders):
     opened = open_model(str(folders["llama"]), memory=MEMORY)
     with pytest.raises(ValueError, match=r"--text cannot be read by .*: no tokenizer lies with it"):
-        opened.source("some words", window=8, seed=0)
+        opened.audited("some words", window=8, seed=0)
 
 
 @pytest.mark.parametrize("opener", [lambda name: open_model(name, memory=MEMORY), open_head_only])
@@ -207,8 +211,11 @@ def test_a_model_that_was_stored_with_its_output_function(tmp_path):
 
 def test_without_transformers_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "sigsoftmax.experiments.audit.huggingface")
+    monkeypatch.delattr("sigsoftmax.experiments.audit.huggingface")
+    monkeypatch.delitem(sys.modules, "sigsoftmax.experiments.audit.huggingface_files")
     with pytest.raises(ValueError, match=r"needs transformers: pip install '\.\[hf\]' in the folder of sigsoftmax"):
-        open_model("somebody/something", memory=MEMORY)
+        run(AuditConfig(model="somebody/something"), quiet)
 
 
 # --- code of others ---------------------------------------------------------------------------------------------------

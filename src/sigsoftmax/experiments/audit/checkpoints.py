@@ -1,21 +1,21 @@
 """Language models that a run of this package has trained, as something to audit.
 
-Contexts are those of the model's own test text, or of another text in its words. A model that learned a language whose
-truth is known brings its target with it.
+Contexts are those of the model's own test text, or of another text in its vocabulary. A model that learned a language
+whose truth is known brings its target with it.
 
-Shapes: L words of a text, T positions of a window, N contexts, K components, V words, d width.
+Shapes: L tokens of a text, T positions of a window, N contexts, K components, V vocabulary, d width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, detached
-from sigsoftmax.experiments.audit.audited_models import Source
+from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress
 from sigsoftmax.experiments.runs.run import checkpoint_file
 from sigsoftmax.layers.mixture import MixtureOutputLayer
 from sigsoftmax.lm.data.corpus import Corpus, batchify, evaluation_windows
@@ -25,13 +25,12 @@ from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, 
 
 __all__ = ["open_checkpoint"]
 
-Progress = Callable[[str], None]
 POSITIONS = 256
-"""of a window"""
+"""length of a window"""
 UNKNOWN = "<unk>"
 
 
-def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu") -> Source:
+def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu") -> AuditedModel:
     """``best.safetensors`` of a run, or the folder of the run."""
     try:
         file = checkpoint_file(Path(path))
@@ -51,9 +50,6 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
     if isinstance(model.output, MixtureOutputLayer) and model.output.floor:
         notes.append(f"The floor of {model.output.floor:g} under the model's probabilities is left out here.")
 
-    def contexts(count: int, progress: Progress) -> Contexts:
-        return _contexts(model, ids_L[: count + 1], description, progress)
-
     def truth(count: int) -> Tensor:
         assert corpus is not None and corpus.language is not None and corpus.test_contexts is not None
         # The context in which each word was drawn is that of the position before it.
@@ -61,10 +57,8 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
 
     bias_V = model.output.bias
     parameters = sum(parameter.numel() for parameter in model.parameters()) - model.output.weight.numel()
-    return Source(
+    return AuditedModel(
         name=path,
-        words=model.words,
-        dtype=str(model.output.weight.dtype).removeprefix("torch."),
         layer=OutputLayer(
             weight_Vd=model.output.weight.detach(),
             bias_V=None if bias_V is None else bias_V.detach(),
@@ -73,7 +67,7 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
         ),
         how_known=f"of the recipe {loaded.recipe.name!r}, as trained after epoch {loaded.epoch}",
         available=ids_L.numel() - 1,
-        contexts=contexts,
+        contexts=lambda count, progress: _contexts(model, ids_L[: count + 1], description, progress),
         truth=truth if corpus is not None and corpus.language is not None else None,
         operations_per_context=2.0 * parameters,
         notes=tuple(notes),
@@ -118,19 +112,18 @@ def _own_corpus(loaded: LoadedModel, file: Path) -> Corpus:
 
 def _ids_of(text: Path, loaded: LoadedModel, notes: list[str]) -> Tensor:
     vocabulary = loaded.vocabulary
-    unknown = 0
+    unknown: list[str] = []
+
+    def known(word: str) -> str:
+        if word in vocabulary or UNKNOWN not in vocabulary:
+            return word
+        unknown.append(word)
+        return UNKNOWN
 
     def encode(words: Iterable[str]) -> Tensor:
-        nonlocal unknown
-        known = []
-        for word in words:
-            if word not in vocabulary and UNKNOWN in vocabulary:
-                unknown += 1
-                word = UNKNOWN
-            known.append(word)
-        return vocabulary.encode(known)
+        return vocabulary.encode([known(word) for word in words])
 
     ids_L = read_split(text, encode)
     if unknown:
-        notes.append(f"{unknown:,} of {ids_L.numel():,} words are not among the model's, and became {UNKNOWN}.")
+        notes.append(f"{len(unknown):,} of {ids_L.numel():,} words are not among the model's, and became {UNKNOWN}.")
     return ids_L
