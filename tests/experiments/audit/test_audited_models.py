@@ -1,4 +1,4 @@
-"""What can be audited: how it is told apart, opened and refused."""
+"""Models that can be audited are told apart, opened and refused."""
 
 import numpy as np
 import pytest

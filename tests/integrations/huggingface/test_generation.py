@@ -1,4 +1,4 @@
-"""Whatever asks a patched model for logits gets phi(z): every way to generate, scores, other people's processors."""
+"""Logits of a patched model are phi(z) for every way to generate, for scores and for other people's processors."""
 
 import copy
 import itertools

@@ -39,13 +39,19 @@ SIZES: dict[str, Any] = {
 def config(name: str, **changes: Any) -> PreTrainedConfig:
     sizes = SIZES | changes
     heads = {"head_dim": 8}
-    gpt2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.4}
+    names_of_gpt2 = {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    }
+    left_out = ("intermediate_size", "num_key_value_heads")
+    gpt2 = {names_of_gpt2.get(key, key): value for key, value in sizes.items() if key not in left_out}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    tokens = {key: sizes[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
     makers: dict[str, Callable[[], PreTrainedConfig]] = {
         "llama": lambda: LlamaConfig(**sizes),
         "llama tied": lambda: LlamaConfig(**sizes, tie_word_embeddings=True),
-        "gpt2": lambda: GPT2Config(**tokens, **gpt2, **no_dropout),
+        "gpt2": lambda: GPT2Config(**gpt2, **no_dropout),
         "qwen2": lambda: Qwen2Config(**sizes),
         "qwen3": lambda: Qwen3Config(**sizes, **heads),
         "gemma": lambda: GemmaConfig(**sizes, **heads),

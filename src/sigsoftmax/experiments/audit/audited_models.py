@@ -39,7 +39,7 @@ class AuditedModel:
     matrix: StoredDistributions | None = None
     """log-probabilities, one row per context, where no layer is known"""
     how_known: str = ""
-    """how the output function is known"""
+    """origin of the knowledge of the output function"""
     scale: float = 1.0
     """factor of the model's logits; contained in the hidden vectors and the bias of ``layer``"""
     available: int | None = None
@@ -47,7 +47,7 @@ class AuditedModel:
     contexts: Callable[[int, Progress], Contexts] | None = None
     """hidden vectors of at most so many contexts; None if there are none to get"""
     truth: Callable[[int], Tensor] | None = None
-    """where the true distributions are known: their log-probabilities in the first so many contexts, (N, V)"""
+    """true log-probabilities in the first so many contexts, (N, V); None where they are not known"""
     operations_per_context: float = 0.0
     """additions and multiplications that the model needs for one context"""
     notes: tuple[str, ...] = ()

@@ -67,16 +67,12 @@ def run(config: AuditConfig, say: Say, progress: Say = lambda _: None) -> Audit:
     auditor = _Auditor(config, say, progress)
     try:
         auditor.measure_all()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ValueError) as error:
         progress("")
-        if auditor.model is None:
-            raise
-        auditor.finish(stopped_by="Interrupted")
-        raise
-    except ValueError as error:
-        progress("")
-        if auditor.is_measured:
+        if isinstance(error, ValueError) and auditor.is_measured:
             auditor.finish(stopped_by=f"Stopped by an error ({error})")
+        if isinstance(error, KeyboardInterrupt) and auditor.model is not None:
+            auditor.finish(stopped_by="Interrupted")
         raise
     progress("")
     return auditor.finish()
@@ -288,11 +284,10 @@ class _Auditor:
             self.progress(f"fitted {done} of {total}: {result.head}, d = {result.width}")
 
         try:
-            results = least_kl(chosen.distributions, heads, widths, effort, progress=fitted)
+            self.fits = least_kl(chosen.distributions, heads, widths, effort, progress=fitted)
         finally:
             # Fits that are finished are valid alone; without softmax at their width they cannot be compared.
-            done = {(r.head, r.width) for r in self.fits}
-            if any(head == "softmax" for head, _ in done):
+            if any(fit.head == "softmax" for fit in self.fits):
                 self.target = TargetResult(
                     target=name,
                     contexts=contexts,
@@ -304,9 +299,6 @@ class _Auditor:
                     heads=heads_at_width(self.fits),
                     seconds=time.perf_counter() - began,
                 )
-        self.fits = results
-        assert self.target is not None
-        self.target = dataclasses.replace(self.target, heads=heads_at_width(results))
 
     def _target(self) -> tuple[Tensor, str]:
         config, model = self.config, self.model

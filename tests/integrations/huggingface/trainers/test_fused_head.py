@@ -1,4 +1,4 @@
-"""What TRL's fused output layer gives on a patched model is what the formula gives: values and gradients."""
+"""TRL's fused output layer on a patched model gives what the formula gives: values and gradients."""
 
 import copy
 import types

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sigsoftmax.contract.spec import WeightGradient, check_nonnegative
-from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, float32_result
-from sigsoftmax.losses import functional
+from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
 
 KeepLogits = Literal["eval", "always", "never"]
 Count = Tensor | int | None
@@ -26,7 +25,7 @@ class CausalLossOptions:
     """The options with which a patched model computes the loss of labels."""
 
     logits_with_labels: KeepLogits = "eval"
-    """When a call with labels also returns logits: in evaluation mode, always (they are then stored), or never."""
+    """Calls with labels that also return logits: those in evaluation mode, all of them (logits are then stored), or none."""
     z_loss: float = 0.0
     """Weight of the squared log normaliser; in training mode alone, so that evaluation stays a likelihood."""
     label_smoothing: float = 0.0
@@ -53,11 +52,7 @@ class CausalLossOptions:
     @property
     def of_linear_loss(self) -> dict[str, Any]:
         """Keywords of the loss that stores no logits."""
-        return {
-            "chunk_bytes": self.chunk_bytes,
-            "weight_gradient": self.weight_gradient,
-            "backend": self.backend,
-        }
+        return {"chunk_bytes": self.chunk_bytes, "weight_gradient": self.weight_gradient, "backend": self.backend}
 
 
 def following_labels(labels_BL: Tensor | None, shifted_labels_BL: Tensor | None, ignore_index: int) -> Tensor:
@@ -93,18 +88,11 @@ class CausalLoss:
         targets_BL = self.targets_BL.to(hidden_BLd.device)
         return self._divided(linear.cross_entropy(targets_BL, **self._keywords, **self.options.of_linear_loss))
 
-    def of_logits(self, logits_BLV: Tensor) -> Tensor:
-        """The loss of the model's logits before the output function."""
+    def of_logits(self, logits_BLV: Tensor, *, are_returned: bool = False) -> Tensor:
+        """The loss of the model's logits, before its output function or, if it has returned them, after it."""
         targets_BL = self.targets_BL.to(logits_BLV.device)
-        keywords = self._keywords | {"backend": self.options.backend}
+        keywords = self._keywords | {"backend": self.options.backend, "are_transformed": are_returned}
         return self._divided(self.head.cross_entropy(logits_BLV, targets_BL, **keywords))
-
-    def of_returned_logits(self, logits_BLV: Tensor) -> Tensor:
-        """The loss of logits that the model has returned, whose softmax is its output."""
-        targets_BL = self.targets_BL.to(logits_BLV.device)
-        keywords = self._keywords | {"backend": self.options.backend, "function": "softmax", "dim": -1}
-        with float32_result(logits_BLV):
-            return self._divided(functional.cross_entropy(logits_BLV, targets_BL, **keywords))
 
     def check_shape(self, hidden_BLd: Tensor) -> None:
         """Refuse hidden vectors that do not belong to the labels."""
@@ -117,13 +105,10 @@ class CausalLoss:
     @property
     def _keywords(self) -> dict[str, Any]:
         reduction = "none" if self.by_token else "mean" if self.count is None else "sum"
-        options = self.options
-        regularisers = {"z_loss": options.z_loss, "label_smoothing": options.label_smoothing}
-        return {
-            "ignore_index": self.ignore_index,
-            "reduction": reduction,
-            **(regularisers if self.is_training else {}),
-        }
+        keywords: dict[str, Any] = {"ignore_index": self.ignore_index, "reduction": reduction}
+        if self.is_training:
+            keywords |= {"z_loss": self.options.z_loss, "label_smoothing": self.options.label_smoothing}
+        return keywords
 
     def _divided(self, loss: Tensor) -> Tensor:
         return loss if self.by_token or self.count is None else divided(loss, self.count)

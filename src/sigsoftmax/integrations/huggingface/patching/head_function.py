@@ -111,10 +111,11 @@ class HeadFunction(FunctionModule):
         """phi(logits) as a new tensor."""
         return transformed(logits, self.function)
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor, **options: Any) -> Any:
-        """:func:`sigsoftmax.cross_entropy` of the logits of each target."""
+    def cross_entropy(self, logits: Tensor, targets: Tensor, *, are_transformed: bool = False, **options: Any) -> Any:
+        """:func:`sigsoftmax.cross_entropy` of logits before this function or, if they are transformed, after it."""
+        function = "softmax" if are_transformed else self.function
         with float32_result(logits):
-            return functional.cross_entropy(logits, targets, function=self.function, dim=-1, **options)
+            return functional.cross_entropy(logits, targets, function=function, dim=-1, **options)
 
     def linear(self, hidden: Tensor, layer: nn.Linear, *, temperature: float = 1.0) -> LinearLogits:
         """The logits that the model makes of hidden vectors and its output layer; sharded parameters are gathered.

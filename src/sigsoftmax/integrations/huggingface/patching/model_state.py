@@ -1,8 +1,8 @@
-"""Changes to a model that last for one block of code."""
+"""Changes to a model that last for one block of code, and those that can be undone or copied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,3 +31,17 @@ def loss_function_set(model: Any, function: Any) -> Iterator[None]:
         model.__dict__.pop("_loss_function", None)
         if own is not None:
             model.__dict__["_loss_function"] = own
+
+
+def remove_hook(hooks: MutableMapping[Any, Any], function: Callable[..., Any]) -> bool:
+    """Take a function out of a module's table of hooks; tells whether it was there."""
+    keys = [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is function]
+    for key in keys:
+        del hooks[key]
+    return bool(keys)
+
+
+def empty_instance(make_class: Callable[[Any], Any], own: type) -> Any:
+    """An instance, for pickle to fill, of a class that is made of another one in each process."""
+    made = make_class(own)
+    return made.__new__(made)

@@ -11,6 +11,7 @@ from torch import nn
 
 from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLoss
 from sigsoftmax.integrations.huggingface.patching.examination import described_layer, linear_layer, output_layer
+from sigsoftmax.integrations.huggingface.patching.model_state import remove_hook
 
 
 def compute_waiting_loss(layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -35,10 +36,8 @@ def add_hook(layer: nn.Module) -> None:
 def remove_hooks(model: nn.Module) -> None:
     """Undo :func:`add_hook` in all layers: a model may have got another output layer since."""
     for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is compute_waiting_loss:
-                del module._forward_pre_hooks[key]
-                module.__dict__.pop("waiting_loss", None)
+        if remove_hook(module._forward_pre_hooks, compute_waiting_loss):
+            module.__dict__.pop("waiting_loss", None)
 
 
 def layer_with_hook(model: Any) -> nn.Linear | None:

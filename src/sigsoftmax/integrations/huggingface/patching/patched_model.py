@@ -26,7 +26,7 @@ from sigsoftmax.integrations.huggingface.patching.causal_loss import (
 )
 from sigsoftmax.integrations.huggingface.patching.examination import Examined, linear_layer, output_layer
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
-from sigsoftmax.integrations.huggingface.patching.model_state import loss_function_set
+from sigsoftmax.integrations.huggingface.patching.model_state import empty_instance, loss_function_set, remove_hook
 from sigsoftmax.integrations.huggingface.patching.outputs import without_logits
 from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
 from sigsoftmax.integrations.huggingface.trainers.fused_head import FusedHead, FusedLoss
@@ -98,7 +98,7 @@ class PatchedModel:
         loss = call.loss
         if loss is None:
             # Whoever calls this from outside holds what the model returned.
-            loss = call.of_logits(logits) if self.is_in_forward else call.of_returned_logits(logits)
+            loss = call.of_logits(logits, are_returned=not self.is_in_forward)
         if self.scores is None:
             return loss
         self.scores.append(loss)
@@ -180,7 +180,7 @@ class PatchedModel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # By its own class: the patched one is made anew in each process.
-        return _empty_patched, (own_class(self),), self.__dict__
+        return empty_instance, (patched_class, own_class(self)), self.__dict__
 
 
 @functools.cache
@@ -269,11 +269,6 @@ def _own_output(model: Any, own: Any, arguments: tuple[Any, ...], options: dict[
     return output
 
 
-def _empty_patched(own: type) -> Any:
-    made = patched_class(own)
-    return made.__new__(made)
-
-
 def own_class(model: Any) -> Any:
     """The class that a patched model had before."""
     return type(model).__mro__[type(model).__mro__.index(PatchedModel) + 1]
@@ -300,9 +295,7 @@ def detach(model: Any) -> None:
     """Undo :func:`attach`."""
     receipts.release(model)
     output_layer_hook.remove_hooks(model)
-    for key, hook in list(model._state_dict_pre_hooks.items()):
-        if hook is _guard_adapters:
-            del model._state_dict_pre_hooks[key]
+    remove_hook(model._state_dict_pre_hooks, _guard_adapters)
     del model.output_function
     for name in (*PatchedModel.__annotations__, "warned_of_stored_logits"):
         model.__dict__.pop(name, None)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from sigsoftmax.integrations.huggingface.patching import receipts
 from sigsoftmax.integrations.huggingface.patching.examination import output_layer
+from sigsoftmax.integrations.huggingface.patching.model_state import remove_hook
 from sigsoftmax.records.atomic_write import atomic_write
 
 KEY = "sigsoftmax"
@@ -117,9 +118,7 @@ def forget(model: Any) -> None:
         delattr(model.config, KEY)
     if "name_before_patch" in model.__dict__:
         model.name_or_path, model.config.name_or_path = model.__dict__.pop("name_before_patch")
-    for key, wrapped in list(model._load_state_dict_pre_hooks.items()):
-        if getattr(wrapped, "hook", None) is _restore_shapes:
-            del model._load_state_dict_pre_hooks[key]
+    remove_hook(model._load_state_dict_pre_hooks, _restore_shapes)
 
 
 def names_of_output_weight(model: nn.Module) -> list[str]:

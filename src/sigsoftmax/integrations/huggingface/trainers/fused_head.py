@@ -116,8 +116,9 @@ class FusedLoss(CausalLoss):
             self.statistics = self._statistics_of_hidden(linear)
         return self._mean()
 
-    def of_logits(self, logits_BLV: Tensor) -> Tensor:
-        phi_NV = self.head.transformed(logits_BLV)[self.kept_BL.to(logits_BLV.device)]
+    def of_logits(self, logits_BLV: Tensor, *, are_returned: bool = False) -> Tensor:
+        phi_BLV = logits_BLV if are_returned else self.head.transformed(logits_BLV)
+        phi_NV = phi_BLV[self.kept_BL.to(phi_BLV.device)]
         phi_NV = phi_NV.to(compute_dtype(phi_NV.dtype)) / self.fused_head.temperature
         asked = ("log_probs", *self.fused_head.outputs)
         self.statistics = _statistics_of_phi(phi_NV, self._targets_N(phi_NV.device), asked)
