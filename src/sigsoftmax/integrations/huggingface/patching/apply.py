@@ -68,7 +68,7 @@ def apply_output_function(
 
     From then on ``.logits`` is phi of the logits: sampling, beams, scoring and losses that others compute from logits
     are right without a change. What others compute from the output layer's weight is refused, or taken over if it is
-    TRL's (see ``receipts`` and ``fused_head``). A training step with labels returns no logits
+    TRL's (see ``receipts`` and ``trl_fused_head``). A training step with labels returns no logits
     (``logits_with_labels="always"`` keeps them, ``"never"`` drops them in evaluation, too). ``z_loss`` and
     ``label_smoothing`` act in training mode; the rest is for the linear loss.
     """

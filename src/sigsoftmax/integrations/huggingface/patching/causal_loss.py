@@ -25,7 +25,7 @@ class CausalLossOptions:
     """The options with which a patched model computes the loss of labels."""
 
     logits_with_labels: KeepLogits = "eval"
-    """Calls with labels that also return logits: those in evaluation mode, all of them (logits are then stored), or none."""
+    """Calls with labels that return logits, too: in evaluation mode, always (they are then stored), or never."""
     z_loss: float = 0.0
     """Weight of the squared log normaliser; in training mode alone, so that evaluation stays a likelihood."""
     label_smoothing: float = 0.0

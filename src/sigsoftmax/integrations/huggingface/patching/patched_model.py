@@ -27,9 +27,9 @@ from sigsoftmax.integrations.huggingface.patching.causal_loss import (
 from sigsoftmax.integrations.huggingface.patching.examination import Examined, linear_layer, output_layer
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
 from sigsoftmax.integrations.huggingface.patching.model_state import empty_instance, loss_function_set, remove_hook
-from sigsoftmax.integrations.huggingface.patching.outputs import without_logits
+from sigsoftmax.integrations.huggingface.patching.output_without_logits import without_logits
 from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
-from sigsoftmax.integrations.huggingface.trainers.fused_head import FusedHead, FusedLoss
+from sigsoftmax.integrations.huggingface.trainers.trl_fused_head import FusedHead, FusedLoss
 
 
 class PatchedModel:
@@ -238,7 +238,7 @@ def _stores_logits(model: Any) -> bool:
 
 
 def _fused_output(model: Any, own: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The output that TRL asks for with ``fused_lm_head=True``; see ``fused_head``."""
+    """The output that TRL asks for with ``fused_lm_head=True``; see ``trl_fused_head``."""
     labels, shift_labels = options.pop("labels", None), options.pop("shift_labels", None)
     loss = FusedLoss.of_call(model, labels, shift_labels, options.pop("num_items_in_batch", None))
     # Whatever the options say about logits: nobody gets any here.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigsoftmax.integrations.huggingface.trainers.fused_head import FusedHead
+from sigsoftmax.integrations.huggingface.trainers.trl_fused_head import FusedHead
 
 RESULTS = ("loss", "logits", "log_probs")
 """Names under which outputs of language models hold what an output function decides."""

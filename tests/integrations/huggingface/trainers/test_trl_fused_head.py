@@ -18,7 +18,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import sigsoftmax
 from sigsoftmax.integrations.huggingface import apply_output_function, remove_output_function
-from sigsoftmax.integrations.huggingface.trainers import fused_head
+from sigsoftmax.integrations.huggingface.trainers import trl_fused_head
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -251,7 +251,7 @@ def test_a_head_that_asks_for_something_new_is_refused():
         def _fused_forward(self):
             return None
 
-        code = _fused_forward.__code__.replace(co_qualname=fused_head.FORWARD_OF_TRL)
+        code = _fused_forward.__code__.replace(co_qualname=trl_fused_head.FORWARD_OF_TRL)
         return types.FunctionType(code, {})
 
     with pytest.raises(ValueError, match="has no temperature, cast_lm_head_to_fp32, outputs"):
