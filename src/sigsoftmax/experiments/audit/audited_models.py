@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.analysis.output_layer import Contexts, OutputLayer
+from sigsoftmax.analysis.spectrum.entry_checks import dtype_name
 from sigsoftmax.experiments.distribution_sources import StoredDistributions
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.lm.training.checkpoints import VERSION_KEY
@@ -62,7 +63,7 @@ class AuditedModel:
     @property
     def dtype(self) -> str:
         if self.layer is not None:
-            return str(self.layer.weight_Vd.dtype).removeprefix("torch.")
+            return dtype_name(self.layer.weight_Vd.dtype)
         assert self.matrix is not None
         return self.matrix.dtype
 

@@ -79,21 +79,19 @@ def _contexts(model: LanguageModel, ids_L: Tensor, description: str, progress: P
     device = model.embedding.device
     text_R1 = batchify(ids_L, 1).to(device)
     states = model.zero_state(1)
-    hidden: list[Tensor] = []
-    prior: list[Tensor] = []
+    rows: list[Tensor] = []
     for window in evaluation_windows(text_R1.shape[0], POSITIONS):
         progress(f"running the model: position {window.start + window.length} of {text_R1.shape[0] - 1}")
         features = model.features(text_R1[window.start : window.start + window.length], states)
         states = features.states
-        of_window_Td = features.dropped_TBH[:, 0]
-        if isinstance(model.output, MixtureOutputLayer):
-            hidden.append(model.output.latent_vectors(of_window_Td))
-            prior.append(model.output.prior(of_window_Td))
-        else:
-            hidden.append(of_window_Td[:, None])
+        rows.append(features.dropped_TBH[:, 0])
+    features_Nd, prior_logits_NK = torch.cat(rows), None
+    hidden_NKd = features_Nd[:, None]
+    if isinstance(model.output, MixtureOutputLayer):
+        hidden_NKd, prior_logits_NK = model.output.latent_vectors(features_Nd), model.output.prior(features_Nd)
     return Contexts(
-        hidden_NKd=torch.cat(hidden),
-        prior_logits_NK=torch.cat(prior) if prior else None,
+        hidden_NKd=hidden_NKd,
+        prior_logits_NK=prior_logits_NK,
         next_words_N=ids_L[1:],
         description=f"{description}, {ids_L.numel() - 1:,} positions",
     )

@@ -9,20 +9,22 @@ Shapes: B windows, L tokens of a window, N contexts, V vocabulary, d width.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sigsoftmax.analysis.output_layer import Contexts, OutputLayer, detached
+from sigsoftmax.analysis.spectrum.entry_checks import dtype_name
 from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress
 from sigsoftmax.experiments.audit.default_text import generated_text
 from sigsoftmax.experiments.audit.detect_function import Detected, declared_by, detect
 from sigsoftmax.experiments.audit.huggingface_files import ModelFiles, quiet
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.integrations.huggingface.patching.examination import examine
+from sigsoftmax.integrations.huggingface.patching.examination import examine, names_of
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched
 
 __all__ = ["HuggingFaceModel", "Windows", "open_head_only", "open_model"]
@@ -42,15 +44,15 @@ class Windows:
 class HuggingFaceModel:
     """A loaded model, what is known of its output layer, and the windows that it was shown last."""
 
-    name: str
+    known: AuditedModel
+    """without contexts; the bias of its layer, and the hidden vectors, are multiplied by the scale of the logits"""
     model: Any
     tokenizer: Any | None
-    layer: OutputLayer
-    """its bias, and the hidden vectors below, are multiplied by the scale of the logits"""
-    scale: float
-    how_known: str
-    notes: list[str] = field(default_factory=list)
     shown: Windows | None = None
+
+    @property
+    def words(self) -> int:
+        return self.known.words
 
     def windows(
         self, text: str | None, count: int, *, window: int, seed: int, text_name: str = "the given text"
@@ -62,7 +64,7 @@ class HuggingFaceModel:
         needed = math.ceil(count / (length - 1))
         if self.tokenizer is None:
             generator = torch.Generator().manual_seed(seed)
-            random_BL = torch.randint(self.layer.words, (needed, length), generator=generator)
+            random_BL = torch.randint(self.words, (needed, length), generator=generator)
             return Windows(random_BL, "random tokens")
         if text is None:
             text, text_name = generated_text(2 * count + 200, seed), "a generated English text"
@@ -82,10 +84,10 @@ class HuggingFaceModel:
 
     def contexts(self, windows: Windows, count: int, progress: Progress, *, batch_tokens: int = 1024) -> Contexts:
         """The hidden vectors of the windows' positions, each with the token that follows."""
-        known = min(self.layer.words, self.model.get_input_embeddings().weight.shape[0])
+        known = min(self.words, self.model.get_input_embeddings().weight.shape[0])
         if int(windows.ids_BL.max()) >= known:
             raise ValueError(
-                f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.name} has {known} words; the "
+                f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.known.name} has {known} words; the "
                 "tokenizer belongs to another model"
             )
         hidden: list[Tensor] = []
@@ -93,7 +95,7 @@ class HuggingFaceModel:
         for number, ids_BL in enumerate(batches, start=1):
             progress(f"running the model: batch {number} of {len(batches)}")
             hidden_BLd, _ = _run(self.model, ids_BL, keep_logits=False)
-            hidden.append(hidden_BLd[:, :-1].float().cpu().flatten(0, 1) * self.scale)
+            hidden.append(hidden_BLd[:, :-1].float().cpu().flatten(0, 1) * self.known.scale)
         self.shown = windows
         return Contexts.of_rows(
             torch.cat(hidden)[:count],
@@ -101,28 +103,19 @@ class HuggingFaceModel:
             description=windows.description,
         )
 
-    def audited(self, text: str | None, *, window: int, seed: int, text_name: str = "the given text") -> AuditedModel:
+    def with_text(self, text: str | None, *, window: int, seed: int, text_name: str = "the given text") -> AuditedModel:
         """The model with the contexts of a text."""
         if self.tokenizer is None and text is not None:
             raise ValueError(
-                f"--text cannot be read by {self.name}: no tokenizer lies with it. Store the tokenizer in its folder, "
-                "or leave --text out and random tokens are taken"
+                f"--text cannot be read by {self.known.name}: no tokenizer lies with it. Store the tokenizer in its "
+                "folder, or leave --text out and random tokens are taken"
             )
 
         def contexts(count: int, progress: Progress) -> Contexts:
             windows = self.windows(text, count, window=window, seed=seed, text_name=text_name)
             return self.contexts(windows, count, progress)
 
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        return AuditedModel(
-            name=self.name,
-            layer=self.layer,
-            how_known=self.how_known,
-            scale=self.scale,
-            contexts=contexts,
-            operations_per_context=2.0 * (parameters - self.layer.weight_Vd.numel()),
-            notes=tuple(self.notes),
-        )
+        return dataclasses.replace(self.known, contexts=contexts)
 
 
 def open_model(
@@ -145,8 +138,7 @@ def open_model(
         # The skeleton tells the size before anything is loaded.
         numbers = sum(parameter.numel() for parameter in files.skeleton(config).parameters())
         dtype = _loading_dtype(name, config, numbers, memory)
-        dtype_text = str(dtype).removeprefix("torch.")
-        progress(f"loading {name}: {numbers / 1e6:,.0f} million parameters in {dtype_text}")
+        progress(f"loading {name}: {numbers / 1e6:,.0f} million parameters in {dtype_name(dtype)}")
         model, missing = files.model(dtype)
         tokenizer = files.tokenizer()
     model = model.eval().to(device)
@@ -161,14 +153,21 @@ def open_model(
         )
         weight_Vd, bias_V = weight_Vd[:words], None if bias_V is None else bias_V[:words]
     if dtype != torch.float32:
-        notes.append(f"The model ran in {dtype_text}; what is computed from H and W is in float64.")
+        notes.append(f"The model ran in {dtype_name(dtype)}; what is computed from H and W is in float64.")
     if tokenizer is None:
         notes.append(
             "No tokenizer lies with the model, so the contexts are random tokens, and no text looks like that."
         )
     scaled_bias_V = None if bias_V is None else bias_V.to(torch.float64) * found.scale
-    layer = OutputLayer(weight_Vd=weight_Vd, bias_V=scaled_bias_V, function=found.function)
-    return HuggingFaceModel(name, model, tokenizer, layer, found.scale, found.explanation, notes)
+    known = AuditedModel(
+        name=name,
+        layer=OutputLayer(weight_Vd=weight_Vd, bias_V=scaled_bias_V, function=found.function),
+        how_known=found.explanation,
+        scale=found.scale,
+        operations_per_context=2.0 * (sum(x.numel() for x in model.parameters()) - weight_Vd.numel()),
+        notes=tuple(notes),
+    )
+    return HuggingFaceModel(known, model, tokenizer)
 
 
 def open_head_only(name: str, *, function: str | None = None, trust_remote_code: bool = False) -> AuditedModel:
@@ -182,8 +181,8 @@ def open_head_only(name: str, *, function: str | None = None, trust_remote_code:
         if getattr(config.get_text_config(), "tie_word_embeddings", False):
             weights.append(skeleton.get_input_embeddings().weight)
         bias = getattr(output, "bias", None)
-        weight_Vd = files.tensor({key for weight in weights for key in _names_of(skeleton, weight)})
-        bias_V = None if bias is None else files.tensor(set(_names_of(skeleton, bias)))
+        weight_Vd = files.tensor({key for weight in weights for key in names_of(skeleton, weight)})
+        bias_V = None if bias is None else files.tensor(set(names_of(skeleton, bias)))
     if function is not None:
         member, how_known = OutputFunction.parse(function), "stated; not checked against the model's output"
     else:
@@ -226,13 +225,9 @@ def _output_module(name: str, model: Any) -> Any:
     return output
 
 
-def _names_of(model: nn.Module, parameter: Tensor) -> list[str]:
-    return [key for key, value in model.named_parameters(remove_duplicate=False) if value is parameter]
-
-
 def _note_on_missing(name: str, model: Any, weight: Tensor, missing: list[str]) -> list[str]:
     """A note on parameters that the files lack and that were drawn at random; ValueError if the head is among them."""
-    of_weight = _names_of(model, weight)
+    of_weight = names_of(model, weight)
     if of_weight and set(of_weight) <= set(missing):
         raise ValueError(
             f"{name} has no output layer: its files lack {of_weight[0]}. It was stored without its language-model head"

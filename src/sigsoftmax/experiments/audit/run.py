@@ -151,7 +151,7 @@ class _Auditor:
             )
         self.loaded = self._loaded(config.model, function=config.function)
         text = None if config.text is None else read_text(config.text)
-        return self.loaded.audited(text, window=config.window, seed=config.seed, text_name=f"the text {config.text}")
+        return self.loaded.with_text(text, window=config.window, seed=config.seed, text_name=f"the text {config.text}")
 
     def _loaded(self, name: str, *, function: str | None = None) -> HuggingFaceModel:
         return _huggingface(name).open_model(
@@ -320,10 +320,11 @@ class _Auditor:
     def _teacher_log_probs(self, name: str) -> Tensor:
         assert self.loaded is not None and self.loaded.shown is not None
         teacher = self._loaded(name)
-        words, ours, theirs = self.loaded.layer.words, self.loaded.tokenizer, teacher.tokenizer
-        if teacher.layer.words != words:
+        ours, theirs, layer = self.loaded.tokenizer, teacher.tokenizer, teacher.known.layer
+        assert layer is not None
+        if layer.words != self.loaded.words:
             raise ValueError(
-                f"the teacher {name} has {teacher.layer.words:,} words and {self.config.model} has {words:,}; a "
+                f"the teacher {name} has {layer.words:,} words and {self.config.model} has {self.loaded.words:,}; a "
                 "teacher must speak the same tokens"
             )
         if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
@@ -332,7 +333,7 @@ class _Auditor:
             )
         contexts = teacher.contexts(self.loaded.shown, self.contexts, self.progress)
         teacher.model = None
-        return log_probs_of(teacher.layer, contexts, memory=self.config.memory, progress=self.progress)
+        return log_probs_of(layer, contexts, memory=self.config.memory, progress=self.progress)
 
     # --- the end ----------------------------------------------------------------------------------------------
 

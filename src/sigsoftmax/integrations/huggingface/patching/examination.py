@@ -77,6 +77,11 @@ def output_layer(model: Any) -> Any:
     return layer
 
 
+def names_of(model: nn.Module, parameter: Tensor) -> list[str]:
+    """Names that a parameter has in the state dict; two or more if it is tied."""
+    return [name for name, value in model.named_parameters(remove_duplicate=False) if value is parameter]
+
+
 def linear_layer(layer: Any) -> nn.Linear | None:
     """The plain linear map that an output layer is, adapters that train a copy of it unwrapped; None if it is none."""
     copies = getattr(layer, "modules_to_save", None)

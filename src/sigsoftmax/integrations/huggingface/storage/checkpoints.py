@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sigsoftmax.integrations.huggingface.patching import receipts
-from sigsoftmax.integrations.huggingface.patching.examination import output_layer
+from sigsoftmax.integrations.huggingface.patching.examination import names_of, output_layer
 from sigsoftmax.integrations.huggingface.patching.model_state import remove_hook
 from sigsoftmax.records.atomic_write import atomic_write
 
@@ -76,7 +76,7 @@ def remember(model: Any) -> None:
         "own_model_type": model.config.model_type,
         "architecture": type(model).__name__,
         # Parameters that are stored with the shape (1, V, d).
-        "reshaped": [] if function.is_plain_softmax else names_of_output_weight(model),
+        "reshaped": [] if function.is_plain_softmax else names_of(model, output_layer(model).weight),
         # The `auto_map` of a model whose own code lies with it.
         "auto_map": None,
     }
@@ -91,9 +91,9 @@ def rename(model: Any) -> None:
     """
     model.name_before_patch = (model.name_or_path, model.config.name_or_path)
     if not model.output_function.is_plain_softmax:
-        function = model.output_function.described()
-        model.name_or_path = patched_name(function, model.name_or_path)
-        model.config.name_or_path = patched_name(function, model.config.name_or_path)
+        start = f"{KEY}[{model.output_function.described()}]:"
+        model.name_or_path = f"{start}{model.name_or_path}"
+        model.config.name_or_path = f"{start}{model.config.name_or_path}"
 
 
 def own_name(model: Any) -> str:
@@ -101,12 +101,8 @@ def own_name(model: Any) -> str:
     return str(model.__dict__.get("name_before_patch", (None, model.config.name_or_path))[1] or "")
 
 
-def patched_name(function: str, name: str) -> str:
-    return f"{KEY}[{function}]:{name}"
-
-
 def split_name(name: str) -> tuple[str, str] | None:
-    """The function and the name in what :func:`patched_name` made; None if it made it not."""
+    """The function and the own name in a name that :func:`rename` gave; None if it gave it not."""
     head, separator, rest = name.partition("]:")
     start = f"{KEY}["
     return (head.removeprefix(start), rest) if separator and head.startswith(start) else None
@@ -119,12 +115,6 @@ def forget(model: Any) -> None:
     if "name_before_patch" in model.__dict__:
         model.name_or_path, model.config.name_or_path = model.__dict__.pop("name_before_patch")
     remove_hook(model._load_state_dict_pre_hooks, _restore_shapes)
-
-
-def names_of_output_weight(model: nn.Module) -> list[str]:
-    """Names that the weight of the output layer has in the state dict; two or more if it is tied."""
-    weight = output_layer(model).weight
-    return [name for name, value in model.named_parameters(remove_duplicate=False) if value is weight]
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -148,7 +138,7 @@ def save(model: Any, save_own: Callable[..., Any], directory: Any, *arguments: A
     upload = {name: given.pop(name) for name in ("repo_id", "commit_message", "create_pr", "private") if name in given}
     state = given.pop("state_dict", None)
     state = dict(model.state_dict() if state is None else state)
-    for name in names_of_output_weight(model):
+    for name in names_of(model, output_layer(model).weight):
         if name in state:
             state[name] = _guarded_shape(state[name])
     for name, value in state.items():
@@ -213,7 +203,7 @@ def read_guarded_checkpoints(model: nn.Module) -> None:
 
 
 def _restore_shapes(model: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
-    for name in names_of_output_weight(model):
+    for name in names_of(model, output_layer(model).weight):
         stored = state.get(prefix + name)
         if stored is not None and stored.ndim == 3 and stored.shape[0] == 1:
             state[prefix + name] = stored.squeeze(0)
