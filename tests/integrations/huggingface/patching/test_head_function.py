@@ -92,3 +92,23 @@ def test_one_class_has_a_number_per_class_all_the_same() -> None:
     assert function.described() == "shifted_sigsoftmax(b=per_class)"
     function.resize(3)
     assert function.function_parameters["b"].tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "function", ["softmax", "sigsoftmax", "gss(k=learned:0.5)", "shifted_sigsoftmax(b=per_class:1)"]
+)
+@pytest.mark.parametrize("adjustment", [LogitAdjustment(), LogitAdjustment(scale=0.5, cap=3.0)], ids=str)
+def test_hidden_vectors_mean_what_their_logits_mean(function: str, adjustment: LogitAdjustment) -> None:
+    layer = nn.Linear(3, 5).double()
+    hidden_Nd, targets_N = 4.0 * torch.randn(7, 3, dtype=torch.float64), torch.arange(7) % 5
+    made = HeadFunction(function, Examined(num_classes=5, adjustment=adjustment)).double()
+    logits_NV = adjustment(layer(hidden_Nd))
+    linear = made.linear(hidden_Nd, layer)
+    torch.testing.assert_close(linear.cross_entropy(targets_N), made.cross_entropy(logits_NV, targets_N))
+    returned_NV = made.transformed(logits_NV)
+    torch.testing.assert_close(
+        made.cross_entropy(returned_NV, targets_N, are_transformed=True), made.cross_entropy(logits_NV, targets_N)
+    )
+    chunks = [phi_nV for _, phi_nV in made.linear(hidden_Nd, layer, temperature=0.7).phi_chunks(2 * 5 * 8)]
+    assert [len(chunk) for chunk in chunks] == [2, 2, 2, 1]
+    torch.testing.assert_close(torch.cat(chunks), returned_NV / 0.7)

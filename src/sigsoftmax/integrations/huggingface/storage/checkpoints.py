@@ -215,29 +215,21 @@ def _restore_shapes(model: nn.Module, state: dict[str, Tensor], prefix: str, *ot
 
 def expect_stored_shapes(model: nn.Module, names: Iterable[str]) -> None:
     """Give parameters the shape in which they are stored, so that transformers can fill them."""
-    for parameter in _parameters(model, names):
-        _replace(model, parameter, nn.Parameter(parameter.detach().unsqueeze(0), parameter.requires_grad))
+    _replace_parameters(model, names, lambda stored: stored.unsqueeze(0))
 
 
 def restore_shapes(model: nn.Module, names: Iterable[str]) -> None:
     """Undo :func:`expect_stored_shapes` on a model that has been filled."""
-    for parameter in _parameters(model, names):
-        if parameter.is_meta:
-            raise ValueError(
-                "the output layer of a model with an output function cannot be offloaded; give it a device in "
-                "device_map"
-            )
-        _replace(model, parameter, nn.Parameter(parameter.detach().squeeze(0), parameter.requires_grad))
+    if any(model.get_parameter(name).is_meta for name in names):
+        raise ValueError(
+            "the output layer of a model with an output function cannot be offloaded; give it a device in device_map"
+        )
+    _replace_parameters(model, names, lambda stored: stored.squeeze(0))
 
 
-def _parameters(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    unique = {id(parameter): parameter for parameter in map(model.get_parameter, names)}
-    return list(unique.values())
-
-
-def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """In every module that holds it: tied weights stay tied."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new
+def _replace_parameters(model: nn.Module, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> None:
+    """Change parameters in every module that holds them: tied weights stay tied."""
+    for old in {model.get_parameter(name) for name in names}:
+        new = nn.Parameter(change(old.detach()), old.requires_grad)
+        for module in model.modules():
+            module._parameters.update({name: new for name, held in module._parameters.items() if held is old})
