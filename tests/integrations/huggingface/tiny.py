@@ -85,3 +85,14 @@ def plain_loss(logits_BLV: Tensor, labels_BL: Tensor, *, reduction: str = "mean"
     return F.cross_entropy(
         logits_BLV[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten(), ignore_index=-100, reduction=reduction
     )
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """The same logits, and the same numbers under the same names."""
+    ids = tokens()
+    assert torch.equal(one.eval()(ids).logits, other.eval()(ids).logits)
+    state, wanted = other.state_dict(), one.state_dict()
+    assert state.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(state[key].reshape(value.shape), value), key
+        assert state[key].dtype == value.dtype, key
