@@ -76,7 +76,10 @@ def detect(
         best = candidate(OutputFunction("softcap", c=cap), scale, f"{told}{scaled}")
     if best.error > tolerance:
         others = [candidate(OutputFunction(name), scale, "found among the family") for name in names()]
-        measured = _ratio(_centred(raw), centred_RV)
+        centred_raw_RV = _centred(raw)
+        square = float(centred_raw_RV.square().sum())
+        # The factor that takes the products nearest to the output.
+        measured = float((centred_raw_RV * centred_RV).sum()) / square if square > 0.0 else 1.0
         if measured > 0.0:
             explanation = f"measured{_scale_text(measured, settings)}"
             others.append(candidate(OutputFunction("softmax"), measured, explanation))
@@ -128,9 +131,3 @@ def _numbers(settings: Mapping[str, object]) -> dict[str, float]:
 
 def _centred(x_RV: Tensor) -> Tensor:
     return x_RV - x_RV.mean(-1, keepdim=True)
-
-
-def _ratio(x: Tensor, y: Tensor) -> float:
-    """The factor that takes x nearest to y."""
-    square = float((x * x).sum())
-    return float((x * y).sum()) / square if square > 0.0 else 1.0
