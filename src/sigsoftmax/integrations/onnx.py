@@ -5,6 +5,7 @@ The exported graph is compared with torch in onnxruntime before it is handed ove
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import warnings
@@ -101,12 +102,9 @@ def _parts(module: nn.Module) -> tuple[nn.Module, tuple[tuple[Tensor, ...], ...]
         return _LayerGraph(module), vectors, ["hidden"], "log_probs", ({0: any_size},)
     if hasattr(module, "get_output_embeddings") and hasattr(module, "config"):
         device: Any = module.device
-        texts = []
-        for batch, length in ((2, 5), (3, 9)):
-            ids = torch.randint(2, (batch, length), device=device)
-            texts.append((ids, torch.ones_like(ids)))
-        sizes = ({0: any_size, 1: any_size}, {0: any_size, 1: any_size})
-        return _ModelGraph(module), tuple(texts), ["input_ids", "attention_mask"], "logits", sizes
+        ids = [torch.randint(2, size, device=device) for size in ((2, 5), (3, 9))]
+        texts = tuple((ids_BL, torch.ones_like(ids_BL)) for ids_BL in ids)
+        return _ModelGraph(module), texts, ["input_ids", "attention_mask"], "logits", ({0: any_size, 1: any_size},) * 2
     raise ValueError(
         "expected an OutputLayer, a MixtureOutputLayer or a language model of transformers, got "
         f"{type(module).__name__}"
@@ -129,8 +127,6 @@ def _compare(path: str | os.PathLike[str], graph: nn.Module, example: tuple[Tens
 
 
 def _require(package: str, purpose: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(package)
     except ImportError:

@@ -1,4 +1,4 @@
-"""What can be audited: how it is told apart, opened and refused."""
+"""Models that can be audited are told apart, opened and refused."""
 
 import numpy as np
 import pytest
@@ -114,7 +114,7 @@ def test_a_matrix(tmp_path):
     np.save(tmp_path / "p.npy", log_p.numpy())
     source = open_matrix(str(tmp_path / "p.npy"))
     assert (source.words, source.available, source.dtype, source.layer) == (20, 30, "float32", None)
-    found = source.log_probs(12, quiet)
+    found = source.matrix.log_probs(sample_rows(30, 12, 0), quiet)
     torch.testing.assert_close(found, log_p[sample_rows(30, 12, 0)].double(), rtol=0, atol=1e-5)
 
 
@@ -134,8 +134,8 @@ def test_entries_that_were_rounded_before_they_were_stored_are_recognised(tmp_pa
         stored = (log_p.exp() if as_probabilities else log_p).to(narrow)
         np.save(tmp_path / "p.npy", stored.double().numpy())
         source = open_matrix(str(tmp_path / "p.npy"))
-        source.log_probs(30, quiet)
-        assert source.precision() == narrow
+        source.matrix.log_probs(torch.arange(30), quiet)
+        assert source.matrix.precision == narrow
 
 
 def test_a_text_in_another_encoding(tmp_path):

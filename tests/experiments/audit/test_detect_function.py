@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from sigsoftmax.experiments.audit.detect_function import Adjustment, declared_by, detect
+pytest.importorskip("transformers")
+
+from sigsoftmax.experiments.audit.detect_function import declared_by, detect
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.integrations.huggingface.patching.examination import LogitAdjustment
 
 RAW = 4.0 * torch.randn(6, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -21,12 +24,15 @@ def test_a_number_per_row_changes_nothing():
 
 
 def test_a_scale_is_named_by_the_setting_that_has_its_value():
-    divided = detect(RAW, RAW / 8.0, {"logits_scaling": 8.0, "hidden_size": 8}, probed=Adjustment(1 / 8.0))
+    divided = detect(RAW, RAW / 8.0, {"logits_scaling": 8.0, "hidden_size": 8}, probed=LogitAdjustment(scale=1 / 8.0))
     assert (str(divided.function), divided.scale) == ("softmax", 1 / 8.0)
     assert "logits are divided by `logits_scaling` = 8" in divided.explanation
-    multiplied = detect(RAW, RAW * 0.3, {"logit_scale": 0.3}, probed=Adjustment(0.3))
+    multiplied = detect(RAW, RAW * 0.3, {"logit_scale": 0.3}, probed=LogitAdjustment(scale=0.3))
     assert "logits are multiplied by `logit_scale` = 0.3" in multiplied.explanation
-    assert "logits are multiplied by 0.3" in detect(RAW, RAW * 0.3, {"n": 0.3}, probed=Adjustment(0.3)).explanation
+    assert (
+        "logits are multiplied by 0.3"
+        in detect(RAW, RAW * 0.3, {"n": 0.3}, probed=LogitAdjustment(scale=0.3)).explanation
+    )
 
 
 def test_a_scale_that_no_probe_has_shown_is_measured():
@@ -37,10 +43,10 @@ def test_a_scale_that_no_probe_has_shown_is_measured():
 
 def test_a_softcap():
     capped = 5.0 * torch.tanh(RAW / 5.0)
-    named = detect(RAW, capped, {"final_logit_softcapping": 5.0}, probed=Adjustment(1.0, 5.0))
+    named = detect(RAW, capped, {"final_logit_softcapping": 5.0}, probed=LogitAdjustment(cap=5.0))
     assert str(named.function) == "softcap(c=5.0)"
     assert "`final_logit_softcapping` = 5 of its configuration" in named.explanation
-    assert "capped at 5" in detect(RAW, capped, {}, probed=Adjustment(1.0, 5.0)).explanation
+    assert "capped at 5" in detect(RAW, capped, {}, probed=LogitAdjustment(cap=5.0)).explanation
 
 
 def test_a_member_of_the_family():

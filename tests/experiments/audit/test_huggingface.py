@@ -8,11 +8,15 @@ import pytest
 import torch
 from tests.experiments.tiny_models import WIDTH, WORDS, save_model, save_tokenizer
 
+pytest.importorskip("transformers")
+
+import transformers
+
 from sigsoftmax import cli
 from sigsoftmax.experiments.audit.huggingface import open_head_only, open_model
+from sigsoftmax.experiments.audit.run import AuditConfig, run
 from sigsoftmax.family import OutputFunction
 
-transformers = pytest.importorskip("transformers")
 MEMORY = 1 << 30
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -24,9 +28,9 @@ def quiet(text: str) -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {
-        kind: save_model(kind, root / kind) for kind in ("llama", "gemma2", "granite", "gpt2", "headless", "classifier")
-    }
+    kinds = ("llama", "gemma2", "granite", "headless", "classifier")
+    saved = {kind: save_model(kind, root / kind) for kind in kinds}
+    return {**saved, "gpt2": save_model("gpt2", root / "gpt2", max_position_embeddings=32)}
 
 
 @pytest.mark.parametrize(
@@ -34,15 +38,15 @@ def folders(tmp_path_factory):
     [
         ("llama", "softmax", 1.0, "no other function is applied"),
         ("gpt2", "softmax", 1.0, "no other function is applied"),
-        ("gemma2", "softcap(c=3.0)", 1.0, "`final_logit_softcapping` = 3"),
-        ("granite", "softmax", 0.25, "divided by `logits_scaling` = 4"),
+        ("gemma2", "softcap(c=4.0)", 1.0, "`final_logit_softcapping` = 4"),
+        ("granite", "softmax", 1 / 3, "divided by `logits_scaling` = 3"),
     ],
 )
 def test_the_function_is_found_and_the_output_is_the_models(folders, kind, function, scale, words):
     opened = open_model(str(folders[kind]), memory=MEMORY)
-    assert (str(opened.layer.function), opened.scale) == (function, pytest.approx(scale))
-    assert words in opened.how_known
-    assert (opened.layer.vocabulary, opened.layer.width) == (WORDS, WIDTH)
+    assert (str(opened.known.layer.function), opened.known.scale) == (function, pytest.approx(scale))
+    assert words in opened.known.how_known
+    assert (opened.known.layer.vocabulary, opened.known.layer.width) == (WORDS, WIDTH)
 
     windows = opened.windows(None, 50, window=16, seed=0)
     contexts = opened.contexts(windows, 50, quiet, batch_tokens=32)
@@ -51,14 +55,14 @@ def test_the_function_is_found_and_the_output_is_the_models(folders, kind, funct
     with torch.no_grad():
         logits = opened.model(input_ids=windows.ids_BL).logits[:, :-1].flatten(0, 1)[:50]
     expected = torch.log_softmax(logits.double(), -1)
-    torch.testing.assert_close(opened.layer.log_probs(contexts), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(opened.known.layer.log_probs(contexts), expected, rtol=0, atol=1e-4)
 
 
 def test_a_stated_function_is_taken_and_its_disagreement_told(folders):
     opened = open_model(str(folders["llama"]), memory=MEMORY, function="sigsoftmax")
-    assert str(opened.layer.function) == "sigsoftmax"
-    assert "stated" in opened.how_known
-    assert "differs" in opened.how_known
+    assert str(opened.known.layer.function) == "sigsoftmax"
+    assert "stated" in opened.known.how_known
+    assert "differs" in opened.known.how_known
 
 
 def test_windows_fit_the_models_positions(folders):
@@ -69,14 +73,14 @@ def test_windows_fit_the_models_positions(folders):
 def test_without_a_tokenizer_tokens_are_random_and_that_is_said(folders):
     opened = open_model(str(folders["llama"]), memory=MEMORY)
     assert opened.windows("some text", 40, window=16, seed=0).description == "random tokens"
-    assert any("No tokenizer lies with the model" in note for note in opened.notes)
+    assert any("No tokenizer lies with the model" in note for note in opened.known.notes)
 
 
 def test_a_text_is_cut_into_windows_that_begin_with_the_first_token(tmp_path):
     folder = save_model("llama", tmp_path / "m")
     save_tokenizer(folder, ("the", "cat", "sat", "on", "mat"))
     opened = open_model(str(folder), memory=MEMORY)
-    assert opened.notes == []
+    assert opened.known.notes == ()
     windows = opened.windows("the cat sat\non the mat\n" * 30, 20, window=6, seed=0)
     assert windows.ids_BL.shape == (4, 6)
     assert windows.ids_BL[:, 0].tolist() == [0] * 4
@@ -100,10 +104,10 @@ def test_a_tokenizer_of_another_model(tmp_path):
 
 
 def test_the_output_layer_alone(folders):
-    for kind, function in (("llama", "softmax"), ("gemma2", "softcap(c=3.0)"), ("gpt2", "softmax")):
+    for kind, function in (("llama", "softmax"), ("gemma2", "softcap(c=4.0)"), ("gpt2", "softmax")):
         source = open_head_only(str(folders[kind]))
         whole = open_model(str(folders[kind]), memory=MEMORY)
-        assert torch.equal(source.layer.weight_Vd, whole.layer.weight_Vd)
+        assert torch.equal(source.layer.weight_Vd, whole.known.layer.weight_Vd)
         assert str(source.layer.function) == function
         assert "not checked" in source.how_known
         assert source.contexts is None
@@ -143,13 +147,13 @@ def test_parameters_that_the_files_lack(tmp_path):
     del tensors["model.norm.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
     opened = open_model(str(tmp_path / "m"), memory=MEMORY)
-    assert "The files lack 1 of the model's parameters (model.norm.weight)" in opened.notes[0]
+    assert "The files lack 1 of the model's parameters (model.norm.weight)" in opened.known.notes[0]
 
 
 def test_a_text_needs_a_tokenizer(folders):
     opened = open_model(str(folders["llama"]), memory=MEMORY)
     with pytest.raises(ValueError, match=r"--text cannot be read by .*: no tokenizer lies with it"):
-        opened.source("some words", window=8, seed=0)
+        opened.with_text("some words", window=8, seed=0)
 
 
 @pytest.mark.parametrize("opener", [lambda name: open_model(name, memory=MEMORY), open_head_only])
@@ -181,9 +185,9 @@ def test_little_memory_loads_the_stored_dtype(tmp_path):
     model.save_pretrained(tmp_path / "half")
     numbers = sum(p.numel() for p in model.parameters())
     opened = open_model(str(tmp_path / "half"), memory=4 * numbers)
-    assert opened.layer.weight_Vd.dtype == torch.bfloat16
-    assert any("ran in bfloat16" in note for note in opened.notes)
-    assert str(opened.layer.function) == "softmax"
+    assert opened.known.layer.weight_Vd.dtype == torch.bfloat16
+    assert any("ran in bfloat16" in note for note in opened.known.notes)
+    assert str(opened.known.layer.function) == "softmax"
 
 
 def test_a_model_that_was_stored_with_its_output_function(tmp_path):
@@ -194,21 +198,24 @@ def test_a_model_that_was_stored_with_its_output_function(tmp_path):
         patching.apply_output_function(model, OutputFunction("gss", k=torch.tensor(0.25)))
         model.save_pretrained(tmp_path / "patched")
     opened = open_model(str(tmp_path / "patched"), memory=MEMORY)
-    assert "stored with the model" in opened.how_known
-    assert "agrees" in opened.how_known
+    assert "stored with the model" in opened.known.how_known
+    assert "agrees" in opened.known.how_known
     windows = opened.windows(None, 20, window=16, seed=0)
     contexts = opened.contexts(windows, 20, quiet)
     with torch.no_grad():
         logits = opened.model(input_ids=windows.ids_BL).logits[:, :-1].flatten(0, 1)[:20]
     torch.testing.assert_close(
-        opened.layer.log_probs(contexts), torch.log_softmax(logits.double(), -1), rtol=0, atol=1e-4
+        opened.known.layer.log_probs(contexts), torch.log_softmax(logits.double(), -1), rtol=0, atol=1e-4
     )
 
 
 def test_without_transformers_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "sigsoftmax.experiments.audit.huggingface")
+    monkeypatch.delattr("sigsoftmax.experiments.audit.huggingface")
+    monkeypatch.delitem(sys.modules, "sigsoftmax.experiments.audit.huggingface_files")
     with pytest.raises(ValueError, match=r"needs transformers: pip install '\.\[hf\]' in the folder of sigsoftmax"):
-        open_model("somebody/something", memory=MEMORY)
+        run(AuditConfig(model="somebody/something"), quiet)
 
 
 # --- code of others ---------------------------------------------------------------------------------------------------
@@ -300,4 +307,4 @@ def test_a_model_with_an_output_function_and_code_of_its_own(tmp_path):
     with pytest.raises(ValueError, match="brings Python code of its own"):
         open_model(str(tmp_path / "patched"), memory=MEMORY)
     opened = open_model(str(tmp_path / "patched"), memory=MEMORY, trust_remote_code=True)
-    assert str(opened.layer.function) == "sigsoftmax"
+    assert str(opened.known.layer.function) == "sigsoftmax"

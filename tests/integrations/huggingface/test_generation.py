@@ -1,4 +1,4 @@
-"""Whatever asks a patched model for logits gets phi(z): every way to generate, scores, other people's processors."""
+"""Logits of a patched model are phi(z) for every way to generate, for scores and for other people's processors."""
 
 import copy
 import itertools
@@ -203,7 +203,7 @@ def test_scoring_refuses_what_it_cannot_score():
 
 def test_many_logits_are_transformed_in_place_without_another_copy(monkeypatch):
     plain, patched = pair()
-    monkeypatch.setattr("sigsoftmax.integrations.huggingface.patching.head_function.SLAB_NUMBERS", 2 * V)
+    monkeypatch.setattr("sigsoftmax.integrations.huggingface.patching.head_function.CHUNK_NUMBERS", 2 * V)
     ids = tokens(3, 7)
     with torch.no_grad():
         torch.testing.assert_close(patched(ids).logits, phi(plain(ids).logits))

@@ -18,7 +18,7 @@ IDS = tokens()
 
 @pytest.fixture
 def quantise():
-    """What quantises the output layer of a model, in place, to int8 with torchao."""
+    """A function that quantises the output layer of a model, in place, to int8 with torchao."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchao says which of its libraries it cannot load
         torchao = pytest.importorskip("torchao.quantization")

@@ -39,13 +39,19 @@ SIZES: dict[str, Any] = {
 def config(name: str, **changes: Any) -> PreTrainedConfig:
     sizes = SIZES | changes
     heads = {"head_dim": 8}
-    gpt2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.4}
+    names_of_gpt2 = {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    }
+    left_out = ("intermediate_size", "num_key_value_heads")
+    gpt2 = {names_of_gpt2.get(key, key): value for key, value in sizes.items() if key not in left_out}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    tokens = {key: sizes[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
     makers: dict[str, Callable[[], PreTrainedConfig]] = {
         "llama": lambda: LlamaConfig(**sizes),
         "llama tied": lambda: LlamaConfig(**sizes, tie_word_embeddings=True),
-        "gpt2": lambda: GPT2Config(**tokens, **gpt2, **no_dropout),
+        "gpt2": lambda: GPT2Config(**gpt2, **no_dropout),
         "qwen2": lambda: Qwen2Config(**sizes),
         "qwen3": lambda: Qwen3Config(**sizes, **heads),
         "gemma": lambda: GemmaConfig(**sizes, **heads),
@@ -79,3 +85,14 @@ def plain_loss(logits_BLV: Tensor, labels_BL: Tensor, *, reduction: str = "mean"
     return F.cross_entropy(
         logits_BLV[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten(), ignore_index=-100, reduction=reduction
     )
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """The same logits, and the same numbers under the same names."""
+    ids = tokens()
+    assert torch.equal(one.eval()(ids).logits, other.eval()(ids).logits)
+    state, wanted = other.state_dict(), one.state_dict()
+    assert state.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(state[key].reshape(value.shape), value), key
+        assert state[key].dtype == value.dtype, key

@@ -1,15 +1,14 @@
-"""What can be audited: a pair of arrays, a matrix of log-probabilities, a checkpoint, a Hugging Face model.
+"""Models that can be audited: a pair of arrays, a matrix of log-probabilities, a checkpoint, a Hugging Face model.
 
-Each is opened into a :class:`Source`: the output layer where there is one, and a way to get contexts. Checkpoints and
-Hugging Face models have files of their own.
+Each is opened into an :class:`AuditedModel`: the output layer where there is one, and a way to get contexts.
+Checkpoints and Hugging Face models have files of their own.
 
-Shapes: N contexts, V words, d width.
+Shapes: N contexts, V vocabulary, d width.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,43 +20,53 @@ from torch import Tensor
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
+from sigsoftmax.analysis.spectrum.entry_checks import dtype_name
 from sigsoftmax.experiments.distribution_sources import StoredDistributions
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.training.checkpoints import VERSION_KEY
 from sigsoftmax.records.schemas.audits import LayerDescription
 
-__all__ = ["Source", "kind_of", "open_arrays", "open_matrix", "read_text", "sample_rows"]
+__all__ = ["AuditedModel", "Progress", "kind_of", "open_arrays", "open_matrix", "read_text", "sample_rows"]
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """Something to audit."""
+class AuditedModel:
+    """A model to audit: an output layer with contexts, or a matrix of log-probabilities."""
 
     name: str
-    words: int
-    dtype: str
     layer: HeadWeights | None = None
-    """None for a matrix of log-probabilities"""
+    matrix: StoredDistributions | None = None
+    """log-probabilities, one row per context, where no layer is known"""
     how_known: str = ""
-    """how the output function is known"""
+    """origin of the knowledge of the output function"""
     scale: float = 1.0
-    """what the model multiplies its logits by; contained in the hidden vectors and the bias of ``layer``"""
+    """factor of the model's logits; contained in the hidden vectors and the bias of ``layer``"""
     available: int | None = None
-    """contexts that there are; None for as many as are asked for"""
+    """number of contexts; None for as many as are asked for"""
     contexts: Callable[[int, Progress], Contexts] | None = None
     """hidden vectors of at most so many contexts; None if there are none to get"""
-    log_probs: Callable[[int, Progress], Tensor] | None = None
-    """for a matrix: log-probabilities of at most so many contexts, (N, V)"""
-    precision: Callable[[], torch.dtype] | None = None
-    """of the log-probabilities that were read so far: the least precise dtype that holds them"""
     truth: Callable[[int], Tensor] | None = None
-    """where the true distributions are known: their log-probabilities in the first so many contexts, (N, V)"""
+    """true log-probabilities in the first so many contexts, (N, V); None where they are not known"""
     operations_per_context: float = 0.0
     """additions and multiplications that the model needs for one context"""
     notes: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> int:
+        """The size of the vocabulary."""
+        known = self.layer or self.matrix
+        assert known is not None
+        return known.words
+
+    @property
+    def dtype(self) -> str:
+        if self.layer is not None:
+            return dtype_name(self.layer.weight_Vd.dtype)
+        assert self.matrix is not None
+        return self.matrix.dtype
 
     def described_layer(self) -> LayerDescription:
         layer = self.layer
@@ -83,9 +92,7 @@ def kind_of(model: str) -> str:
     if path.suffix == ".safetensors":
         return "checkpoint" if _is_checkpoint(path) else "arrays"
     if path.is_dir():
-        if (path / "config.json").is_file():
-            return "huggingface"
-        return "checkpoint"
+        return "huggingface" if (path / "config.json").is_file() else "checkpoint"
     if path.is_file() or path.suffix in (".pt", ".ckpt"):
         return "checkpoint"
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not model.startswith("."):
@@ -98,18 +105,16 @@ def kind_of(model: str) -> str:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a safetensors file names itself a checkpoint of this package, in the JSON text that it begins with."""
+    """Tell whether a safetensors file names itself a checkpoint of this package, in the JSON text at its beginning."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        header = file.read(min(length, path.stat().st_size))
-    return VERSION_KEY.encode() in header
+        length = int.from_bytes(file.read(8), "little")
+        return VERSION_KEY.encode() in file.read(min(length, path.stat().st_size))
 
 
 def sample_rows(total: int, count: int, seed: int) -> Tensor:
-    """Which rows a sample takes: the same for every file of so many rows, so that files can be compared row by row."""
+    """Rows that a sample takes, the same for every file of so many rows, so that files can be compared row by row."""
     if count >= total:
         return torch.arange(total)
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count].sort().values
@@ -124,22 +129,15 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def open_matrix(path: str, *, seed: int = 0) -> Source:
-    """A .npy file of log-probabilities or probabilities, one context a row; fewer rows are drawn at random."""
+def open_matrix(path: str) -> AuditedModel:
+    """A .npy file of log-probabilities or probabilities, one row per context."""
     # Rows are contexts, and those before a cut are as good as ever; the notes say what is missing.
     stored = StoredDistributions(Path(path), truncated="keep")
-
-    def log_probs(count: int, progress: Progress) -> Tensor:
-        return stored.log_probs(sample_rows(stored.contexts, count, seed), progress)
-
-    return Source(
+    return AuditedModel(
         name=path,
-        words=stored.words,
-        dtype=stored.dtype,
+        matrix=stored,
         how_known="not known: only log-probabilities were given",
         available=stored.contexts,
-        log_probs=log_probs,
-        precision=lambda: stored.precision,
         notes=stored.notes,
     )
 
@@ -147,30 +145,26 @@ def open_matrix(path: str, *, seed: int = 0) -> Source:
 # --- arrays ---------------------------------------------------------------------------------------------------------
 
 
-def open_arrays(path: str, *, function: str | None = None, memory: int, seed: int = 0) -> Source:
+def open_arrays(path: str, *, function: str | None = None, memory: int, seed: int = 0) -> AuditedModel:
     """H (contexts, width), W (words, width) and, if there is one, b (words,); ``next`` may hold the next words."""
     stored = _read_arrays(Path(path), memory)
-    names = {name.lower(): name for name in stored}
-    unknown = [name for name in stored if name.lower() not in ("h", "w", "b", "next")]
-    if "h" not in names or "w" not in names or unknown:
+    tensors = {name.lower(): tensor for name, tensor in stored.items()}
+    unknown = tensors.keys() - {"h", "w", "b", "next"}
+    if unknown or not {"h", "w"} <= tensors.keys():
         part_of_model = " A part of a Hugging Face model is audited by naming its folder." if unknown else ""
         raise ValueError(
             f"{path}: expected arrays named H (contexts, width), W (words, width) and perhaps b (words,) and next "
             f"(contexts,), got {', '.join(sorted(stored)[:8]) or 'none'}.{part_of_model}"
         )
-    tensors = {key: stored[name] for key, name in names.items()}
-    for key in ("h", "w", "b"):
-        if key in tensors and not tensors[key].is_floating_point():
-            raise ValueError(f"{path}: {names[key]} must hold floating-point numbers, got {tensors[key].dtype}")
+    for name, tensor in stored.items():
+        is_next = name.lower() == "next"
+        if tensor.is_floating_point() == is_next:
+            expected = "the numbers of words" if is_next else "floating-point numbers"
+            raise ValueError(f"{path}: {name} must hold {expected}, got {tensor.dtype}")
     following = tensors.get("next")
-    if following is not None and following.is_floating_point():
-        raise ValueError(f"{path}: next must hold the numbers of words, got {following.dtype}")
+    member = OutputFunction.parse(function or "softmax")
     try:
-        layer = HeadWeights(
-            weight_Vd=tensors["w"],
-            bias_V=tensors.get("b"),
-            head=Head(OutputFunction.parse(function or "softmax")),
-        )
+        layer = HeadWeights(weight_Vd=tensors["w"], bias_V=tensors.get("b"), head=Head(member))
         contexts = Contexts.of_rows(
             tensors["h"],
             next_tokens_N=None if following is None else following.to(torch.int64),
@@ -179,19 +173,12 @@ def open_arrays(path: str, *, function: str | None = None, memory: int, seed: in
         layer.check(contexts)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-    def chosen(count: int, progress: Progress) -> Contexts:
-        return contexts[sample_rows(len(contexts), count, seed)]
-
-    stated = "stated" if function else "assumed, since arrays do not say: --function states another"
-    return Source(
+    return AuditedModel(
         name=path,
-        words=layer.vocabulary,
-        dtype=str(layer.weight_Vd.dtype).removeprefix("torch."),
         layer=layer,
-        how_known=stated,
+        how_known="stated" if function else "assumed, since arrays do not say: --function states another",
         available=len(contexts),
-        contexts=chosen,
+        contexts=lambda count, progress: contexts[sample_rows(len(contexts), count, seed)],
     )
 
 

@@ -1,21 +1,21 @@
 """Language models that a run of this package has trained, as something to audit.
 
-Contexts are those of the model's own test text, or of another text in its words. A model that learned a language whose
-truth is known brings its target with it.
+Contexts are those of the model's own test text, or of another text in its vocabulary. A model that learned a language
+whose truth is known brings its target with it.
 
-Shapes: L words of a text, T positions of a window, N contexts, K components, V words, d width.
+Shapes: L tokens of a text, T positions of a window, N contexts, K components, V vocabulary, d width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, detached
-from sigsoftmax.experiments.audit.audited_models import Source
+from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress
 from sigsoftmax.experiments.runs.run import checkpoint_file
 from sigsoftmax.family.heads import Head
 from sigsoftmax.layers.mixture import MixtureOutputLayer
@@ -26,13 +26,12 @@ from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, 
 
 __all__ = ["open_checkpoint"]
 
-Progress = Callable[[str], None]
 POSITIONS = 256
-"""of a window"""
+"""length of a window"""
 UNKNOWN = "<unk>"
 
 
-def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu") -> Source:
+def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu") -> AuditedModel:
     """``best.safetensors`` of a run, or the folder of the run."""
     try:
         file = checkpoint_file(Path(path))
@@ -52,9 +51,6 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
     if isinstance(model.output, MixtureOutputLayer) and model.output.floor:
         notes.append(f"The floor of {model.output.floor:g} under the model's probabilities is left out here.")
 
-    def contexts(count: int, progress: Progress) -> Contexts:
-        return _contexts(model, ids_L[: count + 1], description, progress)
-
     def truth(count: int) -> Tensor:
         assert corpus is not None and corpus.language is not None and corpus.test_contexts is not None
         # The context in which each word was drawn is that of the position before it.
@@ -62,10 +58,8 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
 
     bias_V = model.output.bias
     parameters = sum(parameter.numel() for parameter in model.parameters()) - model.output.weight.numel()
-    return Source(
+    return AuditedModel(
         name=path,
-        words=model.vocabulary_size,
-        dtype=str(model.output.weight.dtype).removeprefix("torch."),
         layer=HeadWeights(
             weight_Vd=model.output.weight.detach(),
             bias_V=None if bias_V is None else bias_V.detach(),
@@ -76,7 +70,7 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
         ),
         how_known=f"of the recipe {loaded.recipe.name!r}, as trained after epoch {loaded.epoch}",
         available=ids_L.numel() - 1,
-        contexts=contexts,
+        contexts=lambda count, progress: _contexts(model, ids_L[: count + 1], description, progress),
         truth=truth if corpus is not None and corpus.language is not None else None,
         operations_per_context=2.0 * parameters,
         notes=tuple(notes),
@@ -88,21 +82,19 @@ def _contexts(model: LanguageModel, ids_L: Tensor, description: str, progress: P
     device = model.embedding.device
     text_R1 = batchify(ids_L, 1).to(device)
     states = model.zero_state(1)
-    hidden: list[Tensor] = []
-    prior: list[Tensor] = []
+    rows: list[Tensor] = []
     for window in evaluation_windows(text_R1.shape[0], POSITIONS):
         progress(f"running the model: position {window.start + window.length} of {text_R1.shape[0] - 1}")
         features = model.features(text_R1[window.start : window.start + window.length], states)
         states = features.states
-        of_window_Td = features.dropped_TBH[:, 0]
-        if isinstance(model.output, MixtureOutputLayer):
-            hidden.append(model.output.latent_vectors(of_window_Td))
-            prior.append(model.output.prior(of_window_Td))
-        else:
-            hidden.append(of_window_Td[:, None])
+        rows.append(features.dropped_TBH[:, 0])
+    features_Nd, prior_logits_NK = torch.cat(rows), None
+    hidden_NKd = features_Nd[:, None]
+    if isinstance(model.output, MixtureOutputLayer):
+        hidden_NKd, prior_logits_NK = model.output.latent_vectors(features_Nd), model.output.prior(features_Nd)
     return Contexts(
-        hidden_NKd=torch.cat(hidden),
-        prior_logits_NK=torch.cat(prior) if prior else None,
+        hidden_NKd=hidden_NKd,
+        prior_logits_NK=prior_logits_NK,
         next_tokens_N=ids_L[1:],
         description=f"{description}, {ids_L.numel() - 1:,} positions",
     )
@@ -121,19 +113,18 @@ def _own_corpus(loaded: LoadedModel, file: Path) -> Corpus:
 
 def _ids_of(text: Path, loaded: LoadedModel, notes: list[str]) -> Tensor:
     vocabulary = loaded.vocabulary
-    unknown = 0
+    unknown: list[str] = []
+
+    def known(word: str) -> str:
+        if word in vocabulary or UNKNOWN not in vocabulary:
+            return word
+        unknown.append(word)
+        return UNKNOWN
 
     def encode(words: Iterable[str]) -> Tensor:
-        nonlocal unknown
-        known = []
-        for word in words:
-            if word not in vocabulary and UNKNOWN in vocabulary:
-                unknown += 1
-                word = UNKNOWN
-            known.append(word)
-        return vocabulary.encode(known)
+        return vocabulary.encode([known(word) for word in words])
 
     ids_L = read_split(text, encode)
     if unknown:
-        notes.append(f"{unknown:,} of {ids_L.numel():,} words are not among the model's, and became {UNKNOWN}.")
+        notes.append(f"{len(unknown):,} of {ids_L.numel():,} words are not among the model's, and became {UNKNOWN}.")
     return ids_L

@@ -1,4 +1,4 @@
-"""What to audit, where, against what, and how much work it may be."""
+"""The options of an audit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ __all__ = ["AuditConfig"]
 
 HEADS = ("softmax", "sigsoftmax", "gss(k=0.2)", "gss(k=0)", "mos(K=4)")
 LEAST_MEMORY = 1 << 26
+LEAST = {"window": 2, "contexts": 1, "starts": 1, "iterations": 1, "workers": 1, "fit_contexts": 1, "fit_words": 2}
+LEAST |= {"seed": 0, "argmax_words": 0, "argmax_seconds": 0}
+"""smallest values of numbers that are given"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig:
-    """What to audit, where, against what, and how much work it may be."""
+    """The model to audit, the contexts and the truth to compare it with, and the effort that is allowed."""
 
     model: str
     """a Hugging Face causal language model (a folder or a name on the hub), a checkpoint of a run, a file .npz or
@@ -36,7 +39,7 @@ class AuditConfig:
     bounds_only: bool = False
     """nothing but bounds of the rank; of a Hugging Face model only the output layer is read"""
     trust_remote_code: bool = False
-    """whether Python code that a Hugging Face model (or teacher) brings along may be run"""
+    """allows Python code that a Hugging Face model (or teacher) brings along to be run"""
     contexts: int | None = None
     """None: twice the width, at most 2048, and what the memory holds"""
     window: int = 128
@@ -53,7 +56,7 @@ class AuditConfig:
     fit_contexts: int = 500
     fit_words: int = 500
     starts: int = 3
-    """of each fit, at least"""
+    """starting points of each fit, at least"""
     iterations: int = 300
     workers: int = 2
     device: str = "cpu"
@@ -64,22 +67,19 @@ class AuditConfig:
     def __post_init__(self) -> None:
         if not self.model.strip():
             raise ValueError("name something to audit: a model's folder or name, or a file")
-        if self.teacher is not None and self.target is not None:
+        if None not in (self.teacher, self.target):
             raise ValueError("give either --teacher or --target, not both: there is one truth at a time")
-        if self.bounds_only and (self.teacher or self.target or self.text is not None):
+        if self.bounds_only and any((self.teacher, self.target, self.text)):
             raise ValueError("--bounds-only looks at the output layer alone; leave out --text, --teacher and --target")
-        for name, least in (("window", 2), ("starts", 1), ("iterations", 1), ("workers", 1), ("fit_contexts", 1)):
-            _check_least(name, getattr(self, name), least)
-        _check_least("fit_words", self.fit_words, 2)
-        for name in ("seed", "argmax_words", "argmax_seconds"):
-            _check_least(name, getattr(self, name), 0)
-        if self.contexts is not None:
-            _check_least("contexts", self.contexts, 1)
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} must be at least {least}, got {value:g}")
         if not self.memory >= LEAST_MEMORY:
             raise ValueError(
                 f"--memory is in GiB and must be at least {LEAST_MEMORY / 2**30:g}, got {self.memory_gib:g}"
             )
-        if any(width < 1 for width in self.widths):
+        if min(self.widths, default=1) < 1:
             raise ValueError(f"widths must be positive, got {', '.join(map(str, self.widths))}")
         if self.text is not None and not self.text.is_file():
             raise ValueError(f"no text at {self.text}; --text names a file in UTF-8")
@@ -109,8 +109,3 @@ class AuditConfig:
             argmax_seconds=self.argmax_seconds,
             bounds_only=self.bounds_only,
         )
-
-
-def _check_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise ValueError(f"{name} must be at least {least:g}, got {value:g}")

@@ -6,110 +6,39 @@ import random
 
 __all__ = ["generated_text"]
 
-NOUNS = (
-    "river",
-    "window",
-    "teacher",
-    "market",
-    "engine",
-    "letter",
-    "garden",
-    "doctor",
-    "village",
-    "storm",
-    "library",
-    "sailor",
-    "question",
-    "bridge",
-    "forest",
-    "number",
-    "kitchen",
-    "captain",
-    "valley",
-    "machine",
-    "singer",
-    "harbour",
-    "picture",
-    "winter",
-    "farmer",
-    "station",
-    "mountain",
-    "answer",
-    "clock",
-    "child",
+
+def _entries(text: str) -> list[str]:
+    """The entries of a list that is separated by commas and may have several lines."""
+    return [entry.strip() for entry in text.split(",")]
+
+
+NOUNS = _entries(
+    """
+    river, window, teacher, market, engine, letter, garden, doctor, village, storm, library, sailor, question,
+    bridge, forest, number, kitchen, captain, valley, machine, singer, harbour, picture, winter, farmer, station,
+    mountain, answer, clock, child
+    """
 )
-ADJECTIVES = (
-    "old",
-    "quiet",
-    "narrow",
-    "bright",
-    "broken",
-    "careful",
-    "distant",
-    "early",
-    "empty",
-    "famous",
-    "heavy",
-    "honest",
-    "hungry",
-    "large",
-    "lonely",
-    "narrow",
-    "patient",
-    "poor",
-    "red",
-    "silent",
-    "sudden",
-    "tall",
-    "tired",
-    "useful",
-    "warm",
-    "young",
+ADJECTIVES = _entries(
+    """
+    old, quiet, narrow, bright, broken, careful, distant, early, empty, famous, heavy, honest, hungry, large,
+    lonely, narrow, patient, poor, red, silent, sudden, tall, tired, useful, warm, young
+    """
 )
-VERBS = (
-    "found",
-    "watched",
-    "followed",
-    "opened",
-    "carried",
-    "forgot",
-    "painted",
-    "repaired",
-    "answered",
-    "counted",
-    "visited",
-    "remembered",
-    "measured",
-    "bought",
-    "crossed",
-    "described",
-    "reached",
-    "left",
-    "heard",
-    "built",
+VERBS = _entries(
+    """
+    found, watched, followed, opened, carried, forgot, painted, repaired, answered, counted, visited, remembered,
+    measured, bought, crossed, described, reached, left, heard, built
+    """
 )
-PLACES = (
-    "beside the",
-    "behind the",
-    "near the",
-    "across the",
-    "under the",
-    "outside the",
-    "before the",
-    "on the way to the",
+PLACES = _entries("beside the, behind the, near the, across the, under the, outside the, before the, on the way to the")
+TIMES = _entries(
+    """
+    In the morning, Before noon, A week later, That evening, Every autumn, Long ago, After the rain, At midnight,
+    By then
+    """
 )
-TIMES = (
-    "In the morning",
-    "Before noon",
-    "A week later",
-    "That evening",
-    "Every autumn",
-    "Long ago",
-    "After the rain",
-    "At midnight",
-    "By then",
-)
-NAMES = ("Anna", "Paul", "Mary", "Henry", "Clara", "Thomas", "Ruth", "George", "Alice", "Peter", "Helen", "Simon")
+NAMES = _entries("Anna, Paul, Mary, Henry, Clara, Thomas, Ruth, George, Alice, Peter, Helen, Simon")
 REASONS = (
     "because the {0} was {1}",
     "although nobody had seen the {0}",

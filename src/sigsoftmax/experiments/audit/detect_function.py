@@ -1,10 +1,10 @@
-"""Which output function a model applies after its output layer, checked by comparing what goes in with what comes out.
+"""The output function that a model applies after its output layer, found by comparing what goes in with what comes out.
 
 Softcap and scaling sit in each model's own forward pass, under names that differ and with signs that differ (one
 `logits_scaling` divides, another multiplies). So a configuration gives names to what was found, and the model's output
 decides.
 
-Shapes: R rows of logits, V words.
+Shapes: R rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.family import OutputFunction, names
+from sigsoftmax.integrations.huggingface.patching.examination import LogitAdjustment
 
-__all__ = ["Adjustment", "Detected", "declared_by", "detect"]
+__all__ = ["Detected", "declared_by", "detect"]
 
 SOFTCAP_KEYS = ("final_logit_softcapping", "final_logits_softcapping", "logits_soft_cap", "logit_softcapping")
 SETTING_WORDS = ("logit", "lm_head", "multiplier", "scaling")
@@ -27,20 +28,15 @@ TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 3e-2
 
 
-class Adjustment(NamedTuple):
-    """What a probe of the model showed: its logits are ``cap tanh(scale z / cap)``."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-
 class Detected(NamedTuple):
+    """An output function and the evidence for it."""
+
     function: OutputFunction
     scale: float
-    """logits are multiplied by it before the function"""
+    """factor of the logits before the function"""
     explanation: str
     error: float
-    """of the model's output, relative to the spread of its logits"""
+    """difference from the model's output, relative to the spread of its logits"""
 
 
 def detect(
@@ -48,7 +44,7 @@ def detect(
     output_RV: Tensor,
     settings: Mapping[str, object],
     *,
-    probed: Adjustment | None = None,
+    probed: LogitAdjustment | None = None,
     stated: OutputFunction | None = None,
     reason: str = "stated",
 ) -> Detected:
@@ -59,32 +55,35 @@ def detect(
     if nothing fits.
     """
     tolerance = TOLERANCES.get(output_RV.dtype, LOW_PRECISION_TOLERANCE)
-    raw, output = raw_RV.to(torch.float64), output_RV.to(torch.float64)
-    spread = float(_centred(output).norm())
+    raw, centred_RV = raw_RV.to(torch.float64), _centred(output_RV.to(torch.float64))
+    spread = float(centred_RV.norm())
 
     def candidate(function: OutputFunction, scale: float, explanation: str) -> Detected:
-        difference = float((_centred(function.phi(scale * raw)) - _centred(output)).norm())
+        difference = float((_centred(function.phi(scale * raw)) - centred_RV).norm())
         return Detected(function, scale, explanation, difference / spread if spread > 0.0 else difference)
 
-    probed = probed or Adjustment()
+    scale, cap = (1.0, None) if probed is None else (probed.scale, probed.cap)
     if stated is not None:
-        found = candidate(stated, probed.scale, reason)
+        found = candidate(stated, scale, reason)
         agrees = "which agrees" if found.error <= tolerance else f"which differs by {found.error:.2g}"
-        return found._replace(explanation=f"{found.explanation}; compared with the model's output, {agrees}")
-    scaled = _scale_in_words(probed.scale, settings)
-    if probed.cap is None:
-        likeliest = candidate(OutputFunction("softmax"), probed.scale, f"no other function is applied{scaled}")
+        return found._replace(explanation=f"{reason}; compared with the model's output, {agrees}")
+    scaled = _scale_text(scale, settings)
+    if cap is None:
+        best = candidate(OutputFunction("softmax"), scale, f"no other function is applied{scaled}")
     else:
-        key = _setting_of(probed.cap, settings)
-        capped = f"`{key}` = {probed.cap:g} of its configuration" if key else f"logits are capped at {probed.cap:g}"
-        likeliest = candidate(OutputFunction("softcap", c=probed.cap), probed.scale, f"{capped}{scaled}")
-    others = [candidate(OutputFunction(name), probed.scale, "found among the family") for name in names()]
-    measured = _ratio(_centred(raw), _centred(output))
-    if measured > 0.0:
-        others.append(candidate(OutputFunction("softmax"), measured, f"measured{_scale_in_words(measured, settings)}"))
-    best = likeliest
-    if likeliest.error > tolerance:
-        best = min([likeliest, *others], key=lambda one: one.error)
+        key = _setting_of(cap, settings)
+        told = f"`{key}` = {cap:g} of its configuration" if key else f"logits are capped at {cap:g}"
+        best = candidate(OutputFunction("softcap", c=cap), scale, f"{told}{scaled}")
+    if best.error > tolerance:
+        others = [candidate(OutputFunction(name), scale, "found among the family") for name in names()]
+        centred_raw_RV = _centred(raw)
+        square = float(centred_raw_RV.square().sum())
+        # The factor that takes the products nearest to the output.
+        measured = float((centred_raw_RV * centred_RV).sum()) / square if square > 0.0 else 1.0
+        if measured > 0.0:
+            explanation = f"measured{_scale_text(measured, settings)}"
+            others.append(candidate(OutputFunction("softmax"), measured, explanation))
+        best = min([best, *others], key=lambda one: one.error)
     if not best.error <= tolerance:
         raise ValueError(
             "the logits that this model returns are no known function of its output layer's (nearest: "
@@ -95,16 +94,16 @@ def detect(
 
 
 def declared_by(settings: Mapping[str, object]) -> tuple[OutputFunction, str]:
-    """What a configuration says about the function, for when the model is not run."""
+    """The function that a configuration names, for when the model is not run."""
+    numbers = _numbers(settings)
     for key in SOFTCAP_KEYS:
-        cap = settings.get(key)
-        if isinstance(cap, int | float) and not isinstance(cap, bool) and cap > 0.0:
-            told = f"`{key}` = {cap:g} of its configuration; not checked against its output"
-            return OutputFunction("softcap", c=float(cap)), told
+        if numbers.get(key, 0.0) > 0.0:
+            told = f"`{key}` = {numbers[key]:g} of its configuration; not checked against its output"
+            return OutputFunction("softcap", c=numbers[key]), told
     return OutputFunction("softmax"), "its configuration names no other; not checked against its output"
 
 
-def _scale_in_words(scale: float, settings: Mapping[str, object]) -> str:
+def _scale_text(scale: float, settings: Mapping[str, object]) -> str:
     if math.isclose(scale, 1.0, rel_tol=1e-6):
         return ""
     for number, verb in ((scale, "multiplied"), (1.0 / scale, "divided")):
@@ -116,19 +115,19 @@ def _scale_in_words(scale: float, settings: Mapping[str, object]) -> str:
 
 def _setting_of(number: float, settings: Mapping[str, object]) -> str:
     """The name of a setting that may concern the logits and has this value; empty if there is none."""
-    for key, value in settings.items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            continue
+    for key, value in _numbers(settings).items():
         if any(word in key for word in SETTING_WORDS) and math.isclose(value, number, rel_tol=1e-4):
             return key
     return ""
 
 
+def _numbers(settings: Mapping[str, object]) -> dict[str, float]:
+    return {
+        key: float(value)
+        for key, value in settings.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
 def _centred(x_RV: Tensor) -> Tensor:
     return x_RV - x_RV.mean(-1, keepdim=True)
-
-
-def _ratio(x: Tensor, y: Tensor) -> float:
-    """The factor that takes x nearest to y."""
-    square = float((x * x).sum())
-    return float((x * y).sum()) / square if square > 0.0 else 1.0

@@ -1,44 +1,35 @@
 """Hugging Face causal language models as something to audit: their output layer, and contexts from a text.
 
 Hidden vectors are taken where they enter the output layer, by a hook, so that whatever a model does before it is done.
-The hook hands on one position alone, so that the logits of a text are never computed.
+The hook hands on one position alone, so that the logits of a text are never computed. This module needs transformers.
 
-Shapes: B windows, L tokens of a window, N contexts, V words, d width.
+Shapes: B windows, L tokens of a window, N contexts, V vocabulary, d width.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, detached
-from sigsoftmax.experiments.audit.audited_models import Source
+from sigsoftmax.analysis.spectrum.entry_checks import dtype_name
+from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress
 from sigsoftmax.experiments.audit.default_text import generated_text
-from sigsoftmax.experiments.audit.detect_function import Adjustment, Detected, declared_by, detect
-from sigsoftmax.experiments.audit.huggingface_files import (
-    loading_dtype,
-    note_on_missing,
-    output_module,
-    quiet,
-    read_config,
-    read_tokenizer,
-    reading_errors,
-    skeleton_of,
-    stored_tensor,
-    text_config,
-    transformers_library,
-)
+from sigsoftmax.experiments.audit.detect_function import Detected, declared_by, detect
+from sigsoftmax.experiments.audit.huggingface_files import ModelFiles, quiet
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
+from sigsoftmax.integrations.huggingface.patching.examination import examine, names_of
+from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched
 
 __all__ = ["HuggingFaceModel", "Windows", "open_head_only", "open_model"]
 
-Progress = Callable[[str], None]
 PROBE_TOKENS = 8
 
 
@@ -49,99 +40,83 @@ class Windows:
     ids_BL: Tensor
     description: str
 
-    @property
-    def contexts(self) -> int:
-        return self.ids_BL.shape[0] * (self.ids_BL.shape[1] - 1)
-
 
 @dataclass
 class HuggingFaceModel:
     """A loaded model, what is known of its output layer, and the windows that it was shown last."""
 
-    name: str
+    known: AuditedModel
+    """without contexts; the bias of its layer, and the hidden vectors, are multiplied by the scale of the logits"""
     model: Any
     tokenizer: Any | None
-    layer: HeadWeights
-    """its bias, and the hidden vectors below, are multiplied by the scale of the logits"""
-    scale: float
-    how_known: str
-    notes: list[str] = field(default_factory=list)
     shown: Windows | None = None
+
+    @property
+    def words(self) -> int:
+        return self.known.words
 
     def windows(
         self, text: str | None, count: int, *, window: int, seed: int, text_name: str = "the given text"
     ) -> Windows:
         """At most so many contexts of a text, from windows spread evenly over it."""
-        limits = [
-            getattr(text_config(self.model.config), key, None) for key in ("max_position_embeddings", "n_positions")
-        ]
+        config = self.model.config.get_text_config()
+        limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions")]
         length = min([window, *(limit for limit in limits if isinstance(limit, int) and limit > 1)])
         needed = math.ceil(count / (length - 1))
         if self.tokenizer is None:
             generator = torch.Generator().manual_seed(seed)
-            random_BL = torch.randint(self.layer.vocabulary, (needed, length), generator=generator)
+            random_BL = torch.randint(self.words, (needed, length), generator=generator)
             return Windows(random_BL, "random tokens")
-        source = text_name if text is not None else "a generated English text"
-        start = self.tokenizer.bos_token_id
-        own = length - 1 if start is not None else length
-        ids = _token_ids(self.tokenizer, generated_text(2 * count + 200, seed) if text is None else text)
+        if text is None:
+            text, text_name = generated_text(2 * count + 200, seed), "a generated English text"
+        # A line at a time: tokenizers warn about texts that are longer than the model.
+        lines = text.splitlines(keepends=True)
+        ids = [one for line in lines for one in self.tokenizer(line, add_special_tokens=False)["input_ids"]]
         if len(ids) < 2:
             raise ValueError(f"the text has {len(ids)} tokens; an audit needs at least 2, and better some thousands")
-        if len(ids) < own:
-            own = len(ids)
+        start = self.tokenizer.bos_token_id
+        own = min(len(ids), length if start is None else length - 1)
         whole = len(ids) // own
-        firsts = torch.linspace(0, whole - 1, min(needed, whole)).round().long().unique() * own
-        windows_BL = torch.tensor([ids[first : first + own] for first in firsts.tolist()])
+        chosen = torch.linspace(0, whole - 1, min(needed, whole)).round().long().unique()
+        windows_BL = torch.tensor(ids[: whole * own]).view(whole, own)[chosen]
         if start is not None:
-            windows_BL = torch.cat([torch.full((len(windows_BL), 1), start), windows_BL], 1)
-        return Windows(windows_BL, f"{source}, {windows_BL.shape[0]:,} windows of {windows_BL.shape[1]} tokens")
+            windows_BL = nn.functional.pad(windows_BL, (1, 0), value=start)
+        return Windows(windows_BL, f"{text_name}, {windows_BL.shape[0]:,} windows of {windows_BL.shape[1]} tokens")
 
     def contexts(self, windows: Windows, count: int, progress: Progress, *, batch_tokens: int = 1024) -> Contexts:
         """The hidden vectors of the windows' positions, each with the token that follows."""
-        known = min(self.layer.vocabulary, self.model.get_input_embeddings().weight.shape[0])
+        known = min(self.words, self.model.get_input_embeddings().weight.shape[0])
         if int(windows.ids_BL.max()) >= known:
             raise ValueError(
-                f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.name} has {known} words; the "
+                f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.known.name} has {known} words; the "
                 "tokenizer belongs to another model"
             )
-        per_batch = max(1, batch_tokens // windows.ids_BL.shape[1])
         hidden: list[Tensor] = []
-        batches = windows.ids_BL.split(per_batch)
+        batches = windows.ids_BL.split(max(1, batch_tokens // windows.ids_BL.shape[1]))
         for number, ids_BL in enumerate(batches, start=1):
             progress(f"running the model: batch {number} of {len(batches)}")
-            hidden.append(self.hidden(ids_BL)[:, :-1].flatten(0, 1))
-        hidden_Nd = torch.cat(hidden)[:count]
-        following_N = windows.ids_BL[:, 1:].flatten()[:count]
+            hidden_BLd, _ = _run(self.model, ids_BL, keep_logits=False)
+            hidden.append(hidden_BLd[:, :-1].float().cpu().flatten(0, 1) * self.known.scale)
         self.shown = windows
-        return Contexts.of_rows(hidden_Nd, next_tokens_N=following_N, description=windows.description)
+        return Contexts.of_rows(
+            torch.cat(hidden)[:count],
+            next_tokens_N=windows.ids_BL[:, 1:].flatten()[:count],
+            description=windows.description,
+        )
 
-    def hidden(self, ids_BL: Tensor) -> Tensor:
-        """What enters the output layer, times the scale of the logits, (B, L, d)."""
-        return _run(self.model, ids_BL, keep_logits=False)[0].float().cpu() * self.scale
-
-    def source(self, text: str | None, *, window: int, seed: int, text_name: str = "the given text") -> Source:
+    def with_text(self, text: str | None, *, window: int, seed: int, text_name: str = "the given text") -> AuditedModel:
+        """The model with the contexts of a text."""
         if self.tokenizer is None and text is not None:
             raise ValueError(
-                f"--text cannot be read by {self.name}: no tokenizer lies with it. Store the tokenizer in its folder, "
-                "or leave --text out and random tokens are taken"
+                f"--text cannot be read by {self.known.name}: no tokenizer lies with it. Store the tokenizer in its "
+                "folder, or leave --text out and random tokens are taken"
             )
 
         def contexts(count: int, progress: Progress) -> Contexts:
             windows = self.windows(text, count, window=window, seed=seed, text_name=text_name)
             return self.contexts(windows, count, progress)
 
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        return Source(
-            name=self.name,
-            words=self.layer.vocabulary,
-            dtype=str(self.layer.weight_Vd.dtype).removeprefix("torch."),
-            layer=self.layer,
-            how_known=self.how_known,
-            scale=self.scale,
-            contexts=contexts,
-            operations_per_context=2.0 * (parameters - self.layer.weight_Vd.numel()),
-            notes=tuple(self.notes),
-        )
+        return dataclasses.replace(self.known, contexts=contexts)
 
 
 def open_model(
@@ -157,30 +132,19 @@ def open_model(
 
     A model that brings code of its own is refused unless ``trust_remote_code`` says that this code may run.
     """
-    transformers = transformers_library(name)
-    with quiet(transformers):
+    files = ModelFiles(name, trust_remote_code)
+    with quiet():
         progress(f"reading the configuration of {name}")
-        settings = read_config(transformers, name, trust_remote_code=trust_remote_code)
-        # The skeleton has no memory: it tells the size before anything is loaded.
-        skeleton = skeleton_of(transformers, name, settings, trust_remote_code=trust_remote_code)
-        numbers = sum(parameter.numel() for parameter in skeleton.parameters())
-        dtype = loading_dtype(name, settings, numbers, memory)
-        progress(f"loading {name}: {numbers / 1e6:,.0f} million parameters in {str(dtype).removeprefix('torch.')}")
-        try:
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
-            )
-            tokenizer = read_tokenizer(transformers, name, trust_remote_code=trust_remote_code)
-        except reading_errors() as error:
-            raise ValueError(f"the weights of {name} cannot be read, a file may be truncated: {error}") from None
+        config = files.config()
+        # The skeleton tells the size before anything is loaded.
+        numbers = sum(parameter.numel() for parameter in files.skeleton(config).parameters())
+        dtype = _loading_dtype(name, config, numbers, memory)
+        progress(f"loading {name}: {numbers / 1e6:,.0f} million parameters in {dtype_name(dtype)}")
+        model, missing = files.model(dtype)
+        tokenizer = files.tokenizer()
     model = model.eval().to(device)
-    output = output_module(name, model)
-    missing = [key for key, value in model.named_parameters(remove_duplicate=False) if value is output.weight]
-    if missing and all(key in report["missing_keys"] for key in missing):
-        raise ValueError(
-            f"{name} has no output layer: its files lack {missing[0]}. It was stored without its language-model head"
-        )
-    notes = note_on_missing(name, model, report["missing_keys"])
+    output = _output_module(name, model)
+    notes = _note_on_missing(name, model, output.weight, missing)
     weight_Vd = output.weight.detach()
     bias_V = output.bias.detach() if getattr(output, "bias", None) is not None else None
     found, words = _found_function(name, model, weight_Vd, bias_V, function)
@@ -190,46 +154,96 @@ def open_model(
         )
         weight_Vd, bias_V = weight_Vd[:words], None if bias_V is None else bias_V[:words]
     if dtype != torch.float32:
-        notes.append(
-            f"The model ran in {str(dtype).removeprefix('torch.')}; what is computed from H and W is in float64."
-        )
+        notes.append(f"The model ran in {dtype_name(dtype)}; what is computed from H and W is in float64.")
     if tokenizer is None:
         notes.append(
             "No tokenizer lies with the model, so the contexts are random tokens, and no text looks like that."
         )
     scaled_bias_V = None if bias_V is None else bias_V.to(torch.float64) * found.scale
-    layer = HeadWeights(weight_Vd=weight_Vd, bias_V=scaled_bias_V, head=Head(found.function))
-    return HuggingFaceModel(name, model, tokenizer, layer, found.scale, found.explanation, notes)
+    known = AuditedModel(
+        name=name,
+        layer=HeadWeights(weight_Vd=weight_Vd, bias_V=scaled_bias_V, head=Head(found.function)),
+        how_known=found.explanation,
+        scale=found.scale,
+        operations_per_context=2.0 * (sum(x.numel() for x in model.parameters()) - weight_Vd.numel()),
+        notes=tuple(notes),
+    )
+    return HuggingFaceModel(known, model, tokenizer)
 
 
-def open_head_only(name: str, *, function: str | None = None, trust_remote_code: bool = False) -> Source:
+def open_head_only(name: str, *, function: str | None = None, trust_remote_code: bool = False) -> AuditedModel:
     """The output layer of a model stored as safetensors, and nothing else of it."""
-    transformers = transformers_library(name)
-    with quiet(transformers):
-        settings = read_config(transformers, name, trust_remote_code=trust_remote_code)
-        skeleton = skeleton_of(transformers, name, settings, trust_remote_code=trust_remote_code)
-        output = output_module(name, skeleton)
-        names = {key for key, value in skeleton.named_parameters(remove_duplicate=False) if value is output.weight}
-        biases = {key for key, value in skeleton.named_parameters() if value is getattr(output, "bias", None)}
-        if getattr(text_config(settings), "tie_word_embeddings", False):
-            embedding = skeleton.get_input_embeddings().weight
-            names |= {key for key, value in skeleton.named_parameters(remove_duplicate=False) if value is embedding}
-        weight_Vd = stored_tensor(name, names)
-        bias_V = stored_tensor(name, biases) if biases else None
+    files = ModelFiles(name, trust_remote_code)
+    with quiet():
+        config = files.config()
+        skeleton = files.skeleton(config)
+        output = _output_module(name, skeleton)
+        weights = [output.weight]
+        if getattr(config.get_text_config(), "tie_word_embeddings", False):
+            weights.append(skeleton.get_input_embeddings().weight)
+        bias = getattr(output, "bias", None)
+        weight_Vd = files.tensor({key for weight in weights for key in names_of(skeleton, weight)})
+        bias_V = None if bias is None else files.tensor(set(names_of(skeleton, bias)))
     if function is not None:
         member, how_known = OutputFunction.parse(function), "stated; not checked against the model's output"
     else:
-        member, how_known = declared_by(text_config(settings).to_dict())
-    layer = HeadWeights(weight_Vd=weight_Vd, bias_V=bias_V, head=Head(member))
-
-    return Source(
+        member, how_known = declared_by(config.get_text_config().to_dict())
+    return AuditedModel(
         name=name,
-        words=layer.vocabulary,
-        dtype=str(weight_Vd.dtype).removeprefix("torch."),
-        layer=layer,
+        layer=HeadWeights(weight_Vd=weight_Vd, bias_V=bias_V, head=Head(member)),
         how_known=how_known,
         notes=("Only the output layer was read: what depends on real contexts was not measured.",),
     )
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def _loading_dtype(name: str, config: Any, numbers: int, memory: int) -> torch.dtype:
+    """float32 if that takes less than half of the memory, else the dtype of the files."""
+    if 4 * numbers <= memory // 2:
+        return torch.float32
+    stored = getattr(config, "dtype", None)
+    stored = stored if isinstance(stored, torch.dtype) else torch.float32
+    if stored.itemsize * numbers > memory:
+        raise ValueError(
+            f"{name} has {numbers / 1e9:.2f} billion parameters, {stored.itemsize * numbers / 2**30:.1f} GiB, more "
+            f"than the {memory / 2**30:.1f} GiB of --memory; raise it, or read the output layer alone with "
+            "--bounds-only"
+        )
+    return stored
+
+
+def _output_module(name: str, model: Any) -> Any:
+    output = model.get_output_embeddings()
+    weight = getattr(output, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        found = "none" if output is None else type(output).__name__
+        raise ValueError(
+            f"{name} has no output layer that can be read: expected a module with a floating-point matrix `weight`, "
+            f"got {found}. Store H, W and b in an .npz file and audit that"
+        )
+    return output
+
+
+def _note_on_missing(name: str, model: Any, weight: Tensor, missing: list[str]) -> list[str]:
+    """A note on parameters that the files lack and that were drawn at random; ValueError if the head is among them."""
+    of_weight = names_of(model, weight)
+    if of_weight and set(of_weight) <= set(missing):
+        raise ValueError(
+            f"{name} has no output layer: its files lack {of_weight[0]}. It was stored without its language-model head"
+        )
+    of_head = [key for key in missing if not key.startswith(f"{model.base_model_prefix}.")]
+    if of_head:
+        raise ValueError(
+            f"{name} has no whole output layer: its files lack {', '.join(of_head[:4])}. It was stored without its "
+            "language-model head"
+        )
+    if not missing:
+        return []
+    named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+    random = "were drawn at random: this is not the model that was trained"
+    return [f"The files lack {len(missing)} of the model's parameters ({named}), which {random}."]
 
 
 # --- running --------------------------------------------------------------------------------------------------------
@@ -260,12 +274,10 @@ def _run(model: Any, ids_BL: Tensor, *, keep_logits: bool) -> tuple[Tensor, Tens
 def _found_function(
     name: str, model: Any, weight_Vd: Tensor, bias_V: Tensor | None, stated: str | None
 ) -> tuple[Detected, int]:
-    """The output function, and how many words the model's logits have."""
+    """The output function, and how many tokens the model's logits have."""
     generator = torch.Generator().manual_seed(0)
-    ids_BL = torch.randint(
-        min(weight_Vd.shape[0], model.get_input_embeddings().weight.shape[0]), (2, PROBE_TOKENS), generator=generator
-    )
-    hidden_BLd, logits_BLV = _run(model, ids_BL, keep_logits=True)
+    known = min(weight_Vd.shape[0], model.get_input_embeddings().weight.shape[0])
+    hidden_BLd, logits_BLV = _run(model, torch.randint(known, (2, PROBE_TOKENS), generator=generator), keep_logits=True)
     words = logits_BLV.shape[-1]
     if words > weight_Vd.shape[0] or hidden_BLd.shape[-1] != weight_Vd.shape[1]:
         raise ValueError(
@@ -273,36 +285,16 @@ def _found_function(
             f"numbers and the model returns {words} logits; store H, W and b in an .npz file and audit that"
         )
     layer = HeadWeights(weight_Vd=weight_Vd[:words], bias_V=None if bias_V is None else bias_V[:words])
-    raw_RV = layer.logits(hidden_BLd.flatten(0, 1))
-    settings = text_config(model.config).to_dict()
-    own = getattr(model, "output_function", None)
-    reason = "stated"
-    member = None if stated is None else OutputFunction.parse(stated)
-    if own is None:
-        probed = _probed(model)
-    else:
-        probed = Adjustment(model.examined.adjustment.scale, model.examined.adjustment.cap)
+    member, reason = None if stated is None else OutputFunction.parse(stated), "stated"
+    probed = None
+    if is_patched(model):
+        probed = model.examined.adjustment
         if member is None:
-            member, reason = detached(own.of_raw_logits(model.examined.adjustment)), "stored with the model"
-    found = detect(raw_RV, logits_BLV.flatten(0, 1), settings, probed=probed, stated=member, reason=reason)
-    return found, words
-
-
-def _probed(model: Any) -> Adjustment:
-    """The scale and cap that the model's forward pass applies to its logits, as far as a probe shows them."""
-    from sigsoftmax.integrations.huggingface.patching.examination import examine
-
-    try:
-        found = examine(model).adjustment
-    except ValueError:
+            member, reason = detached(model.output_function.of_raw_logits()), "stored with the model"
+    else:
         # A model that cannot be trained here, because it computes its loss itself, can be audited all the same.
-        return Adjustment()
-    return Adjustment(found.scale, found.cap)
-
-
-def _token_ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = []
-    # A line at a time: tokenizers warn about texts that are longer than the model.
-    for line in text.splitlines(keepends=True):
-        ids += tokenizer(line, add_special_tokens=False)["input_ids"]
-    return ids
+        with contextlib.suppress(ValueError):
+            probed = examine(model).adjustment
+    settings = model.config.get_text_config().to_dict()
+    raw_RV, output_RV = layer.logits(hidden_BLd.flatten(0, 1)), logits_BLV.flatten(0, 1)
+    return detect(raw_RV, output_RV, settings, probed=probed, stated=member, reason=reason), words

@@ -5,8 +5,6 @@ Shapes: B sequences of L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sigsoftmax.integrations.huggingface.patching.apply import language_model
-from sigsoftmax.integrations.huggingface.patching.patched_model import Scores, is_patched
-
-IGNORED = -100
+from sigsoftmax.integrations.huggingface.patching.causal_loss import IGNORED
+from sigsoftmax.integrations.huggingface.patching.model_state import evaluating, loss_function_set
+from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched
 
 
 def token_log_likelihoods(
@@ -47,24 +45,12 @@ def token_log_likelihoods(
         inputs["attention_mask"] = attention_mask
         labels_BL[attention_mask == 0] = IGNORED
         labels_BL[:, 1:][attention_mask[:, :-1] == 0] = IGNORED
-    with _scoring(inner) as scores, torch.no_grad():
-        model(input_ids=input_ids, labels=labels_BL, **inputs)
-    assert scores.losses_BL is not None
-    return -scores.losses_BL[:, :-1].float()
-
-
-@contextmanager
-def _scoring(model: Any) -> Iterator[Scores]:
-    training = [module for module in model.modules() if module.training]
-    options, own_loss = model.loss_options, model.__dict__.pop("_loss_function", None)
-    model.eval()
-    model.loss_options = replace(options, logits_with_labels="never")
-    model.scores = Scores()
+    options, inner.scores = inner.loss_options, []
+    inner.loss_options = replace(options, logits_with_labels="never")
     try:
-        yield model.scores
+        with evaluating(inner), loss_function_set(inner, None), torch.no_grad():
+            model(input_ids=input_ids, labels=labels_BL, **inputs)
+        (losses_BL,) = inner.scores
     finally:
-        model.scores, model.loss_options = None, options
-        if own_loss is not None:
-            model.loss_function = own_loss
-        for module in training:
-            module.training = True
+        inner.scores, inner.loss_options = None, options
+    return -losses_BL[:, :-1].float()

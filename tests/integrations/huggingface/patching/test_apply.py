@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BartConfig, BartForCausalLM, Llam
 
 from sigsoftmax import OutputFunction, register_function
 from sigsoftmax.integrations.huggingface import apply_output_function, remove_output_function
-from sigsoftmax.integrations.huggingface.patching.head_function import LogitAdjustment
+from sigsoftmax.integrations.huggingface.patching.examination import LogitAdjustment
 from sigsoftmax.integrations.huggingface.patching.patched_model import PatchedModel
 
 
@@ -87,11 +87,6 @@ def test_what_a_model_does_to_its_logits_is_found(name, adjustment, dtype):
     found = apply_output_function(tiny(name, dtype=dtype), "sigsoftmax").examined.adjustment
     assert found.scale == pytest.approx(adjustment.scale, rel=1e-11)
     assert found.cap == adjustment.cap
-
-
-def test_adjustments_say_what_they_are():
-    assert str(LogitAdjustment()) == "left as they are"
-    assert str(LogitAdjustment(scale=0.5, cap=30.0)) == "multiplied by 0.5 and capped at 30"
 
 
 class Bent(LlamaForCausalLM):

@@ -14,7 +14,13 @@ from torch import nn
 
 from sigsoftmax import Learned, OutputFunction, register_function
 from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.integrations.huggingface.patching.examination import Examined, LogitAdjustment
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, capped, is_plain_softmax, tempered
+
+
+def head(function, num_classes=4):
+    return HeadFunction(function, Examined(num_classes=num_classes))
+
 
 SCALAR, PER_CLASS = ParameterKind.SCALAR, ParameterKind.PER_CLASS
 
@@ -41,9 +47,18 @@ def test_nothing_is_known_of_a_users_identity() -> None:
 
 
 def test_a_member_that_happens_to_be_softmax_is_stored_as_what_it_is() -> None:
-    assert HeadFunction("softmax", 4).is_plain_softmax
-    assert not HeadFunction("gss(k=1)", 4).is_plain_softmax
-    assert HeadFunction("gss(k=1)", 4).remembered()["function"] == "gss(k=1.0)"
+    assert head("softmax").is_plain_softmax
+    assert not head("gss(k=1)").is_plain_softmax
+    assert head("gss(k=1)").stored()["function"] == "gss(k=1.0)"
+
+
+def test_a_head_comes_back_from_what_is_stored_of_it() -> None:
+    examined = Examined(num_classes=3, adjustment=LogitAdjustment(scale=0.5, cap=30.0), why_stored="of a reason")
+    stored = HeadFunction("gss(k=learned:0.5, c=per_class)", examined, frozen=("k",)).stored()
+    found = HeadFunction.restored(stored)
+    assert found.stored() == stored
+    assert (found.examined, found.frozen) == (examined, ("k",))
+    assert not found.function_parameters["k"].requires_grad
 
 
 @pytest.mark.parametrize("text", ["softmax", "softmax(alpha=1.5)", "gss(k=1, c=2)", "sigsoftmax", "gss(k=0.2)", "relu"])
@@ -64,7 +79,7 @@ def test_composed_functions_that_are_members_have_their_kernels() -> None:
 def test_kinds_stay_what_they_were_when_scalars_are_held_as_vectors() -> None:
     own = nn.Parameter(torch.tensor(0.5))
     for value, held in ((torch.tensor(0.5), (1,)), (Learned(), (1,)), (own, ())):
-        function = HeadFunction(OutputFunction("gss", k=value, c=torch.zeros(4)), 4)
+        function = head(OutputFunction("gss", k=value, c=torch.zeros(4)))
         assert function.kinds == {"k": SCALAR, "c": PER_CLASS}
         assert function.function.kinds == function.kinds
         assert function.function_parameters["k"].shape == held
@@ -72,8 +87,28 @@ def test_kinds_stay_what_they_were_when_scalars_are_held_as_vectors() -> None:
 
 
 def test_one_class_has_a_number_per_class_all_the_same() -> None:
-    function = HeadFunction("shifted_sigsoftmax(b=per_class:2)", 1)
+    function = head("shifted_sigsoftmax(b=per_class:2)", 1)
     assert function.differs_by_class("b")
     assert function.described() == "shifted_sigsoftmax(b=per_class)"
     function.resize(3)
     assert function.function_parameters["b"].tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "function", ["softmax", "sigsoftmax", "gss(k=learned:0.5)", "shifted_sigsoftmax(b=per_class:1)"]
+)
+@pytest.mark.parametrize("adjustment", [LogitAdjustment(), LogitAdjustment(scale=0.5, cap=3.0)], ids=str)
+def test_hidden_vectors_mean_what_their_logits_mean(function: str, adjustment: LogitAdjustment) -> None:
+    layer = nn.Linear(3, 5).double()
+    hidden_Nd, targets_N = 4.0 * torch.randn(7, 3, dtype=torch.float64), torch.arange(7) % 5
+    made = HeadFunction(function, Examined(num_classes=5, adjustment=adjustment)).double()
+    logits_NV = adjustment(layer(hidden_Nd))
+    linear = made.linear(hidden_Nd, layer)
+    torch.testing.assert_close(linear.cross_entropy(targets_N), made.cross_entropy(logits_NV, targets_N))
+    returned_NV = made.transformed(logits_NV)
+    torch.testing.assert_close(
+        made.cross_entropy(returned_NV, targets_N, are_transformed=True), made.cross_entropy(logits_NV, targets_N)
+    )
+    chunks = [phi_nV for _, phi_nV in made.linear(hidden_Nd, layer, temperature=0.7).phi_chunks(2 * 5 * 8)]
+    assert [len(chunk) for chunk in chunks] == [2, 2, 2, 1]
+    torch.testing.assert_close(torch.cat(chunks), returned_NV / 0.7)

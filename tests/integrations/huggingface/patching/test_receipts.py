@@ -28,7 +28,7 @@ def patched(function="sigsoftmax", **options):
 
 
 def softmax_loss(self, input_ids, labels=None, **_):
-    """What TRL and Liger do: the backbone, and the weight of the output layer."""
+    """The forward pass of TRL and Liger: the backbone, and the weight of the output layer."""
     logits = self.model(input_ids).last_hidden_state @ self.lm_head.weight.T
     return CausalLMOutputWithPast(loss=plain_loss(logits, labels), logits=logits)
 

@@ -16,16 +16,16 @@ from transformers import PreTrainedModel
 
 from sigsoftmax.contract.spec import Function, WeightGradient
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.integrations.huggingface.patching.causal_loss import KeepLogits, LossOptions
+from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLossOptions, KeepLogits
 from sigsoftmax.integrations.huggingface.patching.examination import examine, output_layer, probe_logits
-from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, is_plain_softmax, transformed
+from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, is_plain_softmax
+from sigsoftmax.integrations.huggingface.patching.output_layer_hook import warn_of_stored_logits
 from sigsoftmax.integrations.huggingface.patching.patched_model import (
     attach,
     detach,
     is_patched,
     own_class,
     patched_class,
-    warn_of_stored_logits,
 )
 from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
 
@@ -68,11 +68,11 @@ def apply_output_function(
 
     From then on ``.logits`` is phi of the logits: sampling, beams, scoring and losses that others compute from logits
     are right without a change. What others compute from the output layer's weight is refused, or taken over if it is
-    TRL's (see ``receipts`` and ``fused_head``). A training step with labels returns no logits
+    TRL's (see ``receipts`` and ``trl_fused_head``). A training step with labels returns no logits
     (``logits_with_labels="always"`` keeps them, ``"never"`` drops them in evaluation, too). ``z_loss`` and
     ``label_smoothing`` act in training mode; the rest is for the linear loss.
     """
-    options = LossOptions(
+    options = CausalLossOptions(
         logits_with_labels=logits_with_labels,
         z_loss=z_loss,
         label_smoothing=label_smoothing,
@@ -81,39 +81,37 @@ def apply_output_function(
         backend=backend,
     )
     inner: Any = language_model(model)
-    frozen: tuple[str, ...] = ()
     if function is None and is_patched(inner):
         inner.loss_options = options
         return model
-    if function is None:
-        known = checkpoints.Remembered.of(inner.config)
-        function, frozen = known.function, known.frozen
-    member = OutputFunction.parse(function)
+    stored = checkpoints.stored_in(inner.config) if function is None else {}
+    member = OutputFunction.parse(stored["function"] if function is None else function)
     _warn_of_a_jump(inner, member)
-    patch(inner, member, options, frozen=frozen)
+    patch(inner, member, options, frozen=tuple(stored.get("frozen", ())))
     return model
 
 
 def patch(
-    model: Any, member: OutputFunction, options: LossOptions | None = None, *, frozen: tuple[str, ...] = ()
+    model: Any, member: OutputFunction, options: CausalLossOptions | None = None, *, frozen: tuple[str, ...] = ()
 ) -> None:
-    """Patch without a word about step zero."""
-    examined = model.examined if is_patched(model) else examine(model)
-    function = HeadFunction(member, examined.num_classes, frozen=frozen)
-    head = model.fused_head if is_patched(model) else None
-    if is_patched(model):
+    """Patch without a warning about probabilities that change."""
+    was_patched = is_patched(model)
+    examined = model.examined if was_patched else examine(model)
+    function = HeadFunction(member, examined, frozen=frozen)
+    head = model.fused_head if was_patched else None
+    if was_patched:
         _remove(model)
     before = probe_logits(model)
     configs = model.__dict__.pop("peft_config", None)
     own: Any = type(model)
     _change_class(model, patched_class(own))
-    attach(model, function.to(output_layer(model).weight.device), examined, options or LossOptions())
+    attach(model, function.to(output_layer(model).weight.device), options or CausalLossOptions())
     model.fused_head = head
     if configs is not None:
         model.peft_config = configs
     checkpoints.remember(model)
     checkpoints.rename(model)
-    if not _gives(model, transformed(before, function.function)):
+    if not _gives(model, function.transformed(before)):
         remove_output_function(model)
         raise ValueError(
             f"the forward pass of this {type(model).__name__} does not go through its class, so it cannot be patched: "
@@ -172,7 +170,7 @@ def _change_class(model: Any, to: Any) -> None:
 
 
 def _warn_of_a_jump(model: Any, member: OutputFunction) -> None:
-    """A trained model means its logits for the function that it has now."""
+    """Warn that a trained model means its logits for the function that it has now."""
     name = checkpoints.own_name(model)
     now = model.output_function.function if is_patched(model) else OutputFunction("softmax")
     remembered = getattr(model.config, checkpoints.KEY, None) or {}

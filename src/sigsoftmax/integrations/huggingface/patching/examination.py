@@ -1,4 +1,4 @@
-"""What a model does with the logits of its output layer, found out by running it on two tokens.
+"""Examination of a model by running it on two tokens: its output layer, and the scale and cap of its logits.
 
 Some models scale or cap their logits after the output layer, some cut them, some compute their loss themselves. What a
 class does is not written anywhere that all classes share, so the output of the layer is replaced by known numbers, and
@@ -8,15 +8,13 @@ what arrives at the other end is looked at. This happens once, when the model is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sigsoftmax.integrations.huggingface.patching.head_function import LogitAdjustment
+from sigsoftmax.integrations.huggingface.patching.model_state import evaluating, loss_function_set
 
 SATURATING = 59904.0
 """Far beyond any cap, and representable in half precision."""
@@ -24,18 +22,35 @@ PROBE = (SATURATING, 1.0, -2.0, 0.5, 8.0, -30.0, 0.0, 3.0)
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogitAdjustment:
+    """The change that a model makes to the logits of its output layer: ``cap tanh(scale z / cap)``."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        scaled = logits * self.scale
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+    def rounded(self, digits: int) -> LogitAdjustment:
+        """The same with numbers of so many significant digits."""
+        cap = None if self.cap is None else float(f"{self.cap:.{digits}g}")
+        return LogitAdjustment(scale=float(f"{self.scale:.{digits}g}"), cap=cap)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Examined:
-    """How the logits of a model come about."""
+    """The way in which a model computes its logits."""
 
     num_classes: int
     adjustment: LogitAdjustment = field(default_factory=LogitAdjustment)
     why_stored: str | None = None
-    """Why the loss cannot be computed from hidden vectors, so that logits must be stored; None if it can."""
+    """Reason for which the loss needs stored logits; None if it can be computed from hidden vectors."""
 
 
 @dataclass
 class _Seen:
-    """What one run shows."""
+    """Observations of one run."""
 
     loss: float
     returned_BLV: Tensor
@@ -62,6 +77,11 @@ def output_layer(model: Any) -> Any:
     return layer
 
 
+def names_of(model: nn.Module, parameter: Tensor) -> list[str]:
+    """Names that a parameter has in the state dict; two or more if it is tied."""
+    return [name for name, value in model.named_parameters(remove_duplicate=False) if value is parameter]
+
+
 def linear_layer(layer: Any) -> nn.Linear | None:
     """The plain linear map that an output layer is, adapters that train a copy of it unwrapped; None if it is none."""
     copies = getattr(layer, "modules_to_save", None)
@@ -75,7 +95,7 @@ def linear_layer(layer: Any) -> nn.Linear | None:
 
 
 def has_plain_weight(layer: nn.Module) -> bool:
-    """Whether the weight is an ordinary tensor, or a sharded one, which can be gathered.
+    """Tell whether the weight is an ordinary tensor, or a sharded one, which can be gathered.
 
     Any other class of tensors, such as the quantised weights of torchao, decides by itself which operations it has.
     """
@@ -105,17 +125,16 @@ def examine(model: Any) -> Examined:
             "on its logits, so its output function cannot be replaced; use sigsoftmax.OutputLayer in a model of your "
             "own, or switch that term off in its configuration"
         )
-    num_classes = first.returned_BLV.shape[-1]
     adjustment = _adjustment(first.returned_BLV)
     return Examined(
-        num_classes=num_classes,
+        num_classes=first.returned_BLV.shape[-1],
         adjustment=adjustment or LogitAdjustment(),
         why_stored=_why_stored(layer, first, adjustment),
     )
 
 
 def probe_logits(model: Any) -> Tensor:
-    """What the model returns, (1, 2, V), if its output layer gives known numbers."""
+    """Logits (1, 2, V) that the model returns while its output layer gives known numbers."""
     return _run(model, output_layer(model), PROBE, loss=0.0).returned_BLV
 
 
@@ -135,19 +154,18 @@ def _why_stored(layer: Any, seen: _Seen, adjustment: LogitAdjustment | None) -> 
 
 
 def _run(model: Any, layer: nn.Module, probe: tuple[float, ...], *, loss: float) -> _Seen:
-    calls: list[dict[str, Any]] = []
+    calls: list[tuple[Tensor, Tensor | None]] = []
     layer_calls = 0
 
     def known_numbers(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         nonlocal layer_calls
         layer_calls += 1
-        # In double precision: what follows then shows its scale and cap to the last digit, whatever the model's dtype.
-        row = torch.zeros(output.shape[-1], dtype=torch.float64 if output.device.type != "mps" else torch.float32)
+        row = torch.zeros(output.shape[-1], dtype=_widest_dtype(output.device))
         row[: len(probe)] = torch.tensor(probe, dtype=row.dtype)[: len(row)]
         return row.to(output.device).expand(output.shape).clone()
 
     def recorded(logits: Tensor, labels: Tensor | None = None, *arguments: Any, **options: Any) -> Tensor:
-        calls.append({"logits": logits, "labels": labels})
+        calls.append((logits, labels))
         return torch.full((), loss, device=logits.device)
 
     device = model.get_input_embeddings().weight.device
@@ -155,7 +173,7 @@ def _run(model: Any, layer: nn.Module, probe: tuple[float, ...], *, loss: float)
     labels_BL = torch.tensor([[1, 0]], device=ids_BL.device)
     accepted = inspect.signature(type(model).forward).parameters
     options = {"use_cache": False} if "use_cache" in accepted else {}
-    with _evaluating(model), _loss_function(model, recorded), torch.no_grad():
+    with evaluating(model), loss_function_set(model, recorded), torch.no_grad():
         handle = layer.register_forward_hook(known_numbers)
         try:
             output = model(input_ids=ids_BL, labels=labels_BL, return_dict=True, **options)
@@ -166,13 +184,19 @@ def _run(model: Any, layer: nn.Module, probe: tuple[float, ...], *, loss: float)
             ) from error
         finally:
             handle.remove()
+    to_loss, labels = calls[0] if calls else (None, None)
     return _Seen(
         loss=float(output.loss),
-        returned_BLV=output.logits.double().cpu() if output.logits.device.type != "mps" else output.logits.cpu(),
-        to_loss=calls[0]["logits"] if calls else None,
-        labels_are_kept=bool(calls) and calls[0]["labels"] is not None and torch.equal(calls[0]["labels"], labels_BL),
+        returned_BLV=output.logits.to(_widest_dtype(output.logits.device)).cpu(),
+        to_loss=to_loss,
+        labels_are_kept=labels is not None and torch.equal(labels, labels_BL),
         calls_of_layer=layer_calls,
     )
+
+
+def _widest_dtype(device: torch.device) -> torch.dtype:
+    """Double precision where there is any, which shows a scale and a cap to the last digit in a model of any dtype."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _adjustment(returned_BLV: Tensor) -> LogitAdjustment | None:
@@ -190,38 +214,7 @@ def _adjustment(returned_BLV: Tensor) -> LogitAdjustment | None:
     # Numbers as a person writes them first: inverting a tanh leaves a cap of 30 at 29.999999999999996, and a model that
     # computes in single precision leaves it at 29.999998.
     for digits, tolerance in ((12, 1e-12), (6, 3e-7), (17, 1e-5)):
-        for candidate in candidates:
-            rounded = _rounded(candidate, digits)
-            if torch.allclose(rounded(sent), got, rtol=tolerance, atol=1e-8 * tolerance):
-                return rounded
+        for candidate in (one.rounded(digits) for one in candidates):
+            if torch.allclose(candidate(sent), got, rtol=tolerance, atol=1e-8 * tolerance):
+                return candidate
     return None
-
-
-def _rounded(adjustment: LogitAdjustment, digits: int) -> LogitAdjustment:
-    cap = None if adjustment.cap is None else float(f"{adjustment.cap:.{digits}g}")
-    return LogitAdjustment(scale=float(f"{adjustment.scale:.{digits}g}"), cap=cap)
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    was_training = {module for module in model.modules() if module.training}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in was_training:
-            module.training = True
-
-
-@contextmanager
-def _loss_function(model: Any, function: Any) -> Iterator[None]:
-    """Another loss for a while; the setter of transformers keeps it in ``_loss_function``."""
-    before = model.__dict__.get("_loss_function")
-    model.__dict__["_loss_function"] = function
-    try:
-        yield
-    finally:
-        if before is None:
-            del model.__dict__["_loss_function"]
-        else:
-            model.__dict__["_loss_function"] = before

@@ -1,72 +1,67 @@
-"""The output function of a patched model: what it does to logits, and what is remembered of it.
+"""The output function of a patched model: the use it makes of hidden vectors and logits, and the record kept of it.
 
-Shapes: (..., V) logits of V classes.
+Everything else here knows an output function by :class:`HeadFunction` and :class:`LinearLogits` alone.
+
+Shapes: (..., V) logits of V classes, (..., d) hidden vectors; N and n tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sigsoftmax import family
+from sigsoftmax.contract.problem import default_chunk_bytes
 from sigsoftmax.contract.rows import MASK, compute_dtype
 from sigsoftmax.contract.spec import Function
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.integrations.huggingface.patching.examination import Examined, LogitAdjustment
 from sigsoftmax.layers.output_layer import FunctionModule
+from sigsoftmax.losses import functional
 
-SLAB_NUMBERS = 8 * 2**20
-"""Logits that need no gradient are transformed in place, so many at a time (32 MiB in float32)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitAdjustment:
-    """What a model does to the logits of its output layer before it uses them: ``cap tanh(scale z / cap)``."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        scaled = logits * self.scale
-        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
-
-    def __str__(self) -> str:
-        parts = [f"multiplied by {self.scale:g}"] if self.scale != 1.0 else []
-        parts += [f"capped at {self.cap:g}"] if self.cap is not None else []
-        return " and ".join(parts) or "left as they are"
+CHUNK_NUMBERS = 8 * 2**20
+"""Number of logits that are transformed at a time, in place, where they need no gradient (32 MiB in float32)."""
 
 
 def is_plain_softmax(function: OutputFunction) -> bool:
-    """Whether logits mean what every softmax model means by them: phi is the identity, and nothing of it is learned."""
+    """Tell whether phi is the identity and nothing of it is learned, so that logits mean what softmax makes of them."""
     return function.lasting_properties.affine_slope == 1.0
 
 
 class HeadFunction(FunctionModule):
     """The output function that a patched model holds as ``model.output_function``.
 
-    Calling it gives phi of the model's logits. Tensors among the parameters become parameters of the module, frozen
-    unless they require a gradient, so that they are saved with the model; a scalar that callbacks move is one of these.
+    - Calling it, or :meth:`transformed`, turns the model's logits into those whose softmax is the output.
+    - :meth:`cross_entropy` is the loss of logits; :meth:`linear` is what hidden vectors mean without storing logits.
+    - :meth:`stored` is its record in the model's configuration, and :meth:`restored` reads that.
+
+    Tensors among the parameters become parameters of the module, frozen unless they require a gradient, so that they
+    are saved with the model; a scalar that callbacks move is one of these.
     """
 
-    def __init__(self, function: Function, num_classes: int, *, frozen: tuple[str, ...] = ()) -> None:
+    def __init__(self, function: Function, examined: Examined, *, frozen: tuple[str, ...] = ()) -> None:
         member = OutputFunction.parse(function)
-        tensors = {key: value for key, value in member.given.items() if isinstance(value, Tensor)}
         held = {
             key: value if isinstance(value, nn.Parameter) else nn.Parameter(value.detach().clone(), value.requires_grad)
-            for key, value in tensors.items()
+            for key, value in member.given.items()
+            if isinstance(value, Tensor)
         }
         for key, value in held.items():
-            if member.kinds[key] is ParameterKind.PER_CLASS and value.shape[0] != num_classes:
+            if member.kinds[key] is ParameterKind.PER_CLASS and value.shape[0] != examined.num_classes:
                 raise ValueError(
                     f"parameter {key!r} of {member.name!r} has {value.shape[0]} values, but the model has "
-                    f"{num_classes} classes; give one number, or one per class"
+                    f"{examined.num_classes} classes; give one number, or one per class"
                 )
-        super().__init__(member.with_parameters(**held), num_classes)
-        self.num_classes = num_classes
+        super().__init__(member.with_parameters(**held), examined.num_classes)
+        self.examined = examined
         self.scalars: tuple[str, ...] = ()
         # Kept, because shapes change from here on: scalars are held as vectors, and what is sharded is in parts.
         self.kinds = self.function.kinds
@@ -102,26 +97,74 @@ class HeadFunction(FunctionModule):
         return self._function_name == "softmax" and is_plain_softmax(self.function)
 
     def forward(self, logits: Tensor) -> Tensor:
-        """phi(logits) in their dtype; a class that is masked with -inf stays so under every member."""
+        """phi(logits) in their dtype, in place where they are many; -inf masks a class under every member."""
         if self.is_plain_softmax:
             return logits
-        function = self.function
-        is_small = logits.numel() <= SLAB_NUMBERS or not logits.is_contiguous()
+        is_small = logits.numel() <= CHUNK_NUMBERS or not logits.is_contiguous()
         if is_small or logits.requires_grad or torch.compiler.is_compiling():
-            return transformed(logits, function)
-        for slab in logits.view(-1, logits.shape[-1]).split(max(1, SLAB_NUMBERS // logits.shape[-1])):
-            slab.copy_(transformed(slab, function))
+            return self.transformed(logits)
+        for chunk in logits.view(-1, logits.shape[-1]).split(max(1, CHUNK_NUMBERS // logits.shape[-1])):
+            chunk.copy_(self.transformed(chunk))
         return logits
 
-    def of_raw_logits(self, adjustment: LogitAdjustment) -> OutputFunction:
-        """The function of ``scale z``: the adjustment's cap and then this one."""
-        return self.function if adjustment.cap is None else capped(self.function, adjustment.cap)
+    def transformed(self, logits: Tensor) -> Tensor:
+        """phi(logits) as a new tensor."""
+        return transformed(logits, self.function)
 
-    def remembered(self) -> dict[str, Any]:
-        """The function as JSON; values of tensors travel in the checkpoint."""
+    def cross_entropy(self, logits: Tensor, targets: Tensor, *, are_transformed: bool = False, **options: Any) -> Any:
+        """:func:`sigsoftmax.cross_entropy` of logits before this function or, if they are transformed, after it."""
+        function = "softmax" if are_transformed else self.function
+        with float32_result(logits):
+            return functional.cross_entropy(logits, targets, function=function, dim=-1, **options)
+
+    def linear(self, hidden: Tensor, layer: nn.Linear, *, temperature: float = 1.0) -> LinearLogits:
+        """The logits that the model makes of hidden vectors and its output layer; sharded parameters are gathered.
+
+        A temperature divides phi, as it does when the model generates.
+        """
+        weight_Vd, bias_V = _whole(layer.weight), _whole(layer.bias)
+        if weight_Vd.numel() == 0:
+            raise ValueError(
+                "the weight of the output layer is not there when the loss needs it (DeepSpeed ZeRO-3 may do that); "
+                "use ZeRO-2 or FSDP, or pass logits_with_labels='always' to apply_output_function"
+            )
+        scale = self.examined.adjustment.scale
+        if scale != 1.0:
+            hidden, bias_V = hidden * scale, None if bias_V is None else bias_V * scale
+        device = hidden.device.type
+        is_cast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+        return LinearLogits(
+            hidden=hidden,
+            weight_Vd=weight_Vd,
+            bias_V=bias_V,
+            function=tempered(self.of_raw_logits(), temperature),
+            product_dtype=torch.get_autocast_dtype(device) if is_cast else hidden.dtype,
+        )
+
+    def of_raw_logits(self) -> OutputFunction:
+        """The function of the output layer's logits times the model's scale: the model's cap and then this one."""
+        cap = self.examined.adjustment.cap
+        return self.function if cap is None else capped(self.function, cap)
+
+    def stored(self) -> dict[str, Any]:
+        """The function and the examined model as JSON; values of tensors travel in the checkpoint."""
         learned = {key: family.Learned(per_class=self.differs_by_class(key)) for key in self.function_parameters}
-        text = str(OutputFunction(self._function_name, **self._function_numbers, **learned))
-        return {"function": text, "frozen": list(self.frozen)}
+        examined = self.examined
+        return {
+            "function": str(OutputFunction(self._function_name, **self._function_numbers, **learned)),
+            "frozen": list(self.frozen),
+            "num_classes": examined.num_classes,
+            "logit_scale": examined.adjustment.scale,
+            "softcap": examined.adjustment.cap,
+            "why_stored": examined.why_stored,
+        }
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any]) -> HeadFunction:
+        """The counterpart of :meth:`stored`."""
+        adjustment = LogitAdjustment(scale=stored["logit_scale"], cap=stored["softcap"])
+        examined = Examined(num_classes=stored["num_classes"], adjustment=adjustment, why_stored=stored["why_stored"])
+        return cls(stored["function"], examined, frozen=tuple(stored["frozen"]))
 
     def described(self) -> str:
         """The function with the values that it has now, as :meth:`OutputFunction.parse` reads it where it can."""
@@ -141,7 +184,7 @@ class HeadFunction(FunctionModule):
                 kept = min(num_classes, value.shape[0])
                 fresh[:kept] = value.detach()[:kept]
                 self.function_parameters[key] = nn.Parameter(fresh, value.requires_grad)
-        self.num_classes = num_classes
+        self.examined = dataclasses.replace(self.examined, num_classes=num_classes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadFunction:
         """Follow the model to its device, but not to its half precision: a shift of 12.3 would become 12.3125."""
@@ -153,6 +196,47 @@ class HeadFunction(FunctionModule):
         return super()._apply(moved, recurse)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinearLogits:
+    """The logits of hidden vectors, which are never stored as a whole, and the function of them."""
+
+    hidden: Tensor
+    weight_Vd: Tensor
+    bias_V: Tensor | None
+    function: OutputFunction
+    product_dtype: torch.dtype
+
+    def cross_entropy(self, targets: Tensor, **options: Any) -> Any:
+        """:func:`sigsoftmax.linear_cross_entropy`; a pair with extras if ``options`` ask for these."""
+        with float32_result(self.hidden):
+            return functional.linear_cross_entropy(
+                self.hidden, self.weight_Vd, targets, function=self.function, linear_bias=self.bias_V, **options
+            )
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that a gradient may be wanted of: hidden vectors, weight, bias and the function's parameters."""
+        parameters = (x for x in self.function.parameters.values() if isinstance(x, Tensor))
+        return (self.hidden, self.weight_Vd, self.bias_V, *parameters)
+
+    def with_tensors(self, hidden: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, *values: Tensor) -> LinearLogits:
+        """The same of other :attr:`tensors`."""
+        names = [key for key, x in self.function.parameters.items() if isinstance(x, Tensor)]
+        function = self.function.with_parameters(**dict(zip(names, values, strict=True)))
+        return dataclasses.replace(self, hidden=hidden, weight_Vd=weight_Vd, bias_V=bias_V, function=function)
+
+    def phi_chunks(self, chunk_bytes: int | None) -> Iterator[tuple[slice, Tensor]]:
+        """phi of the logits (n, V) of some hidden vectors (N, d) at a time."""
+        dtype, wide = self.product_dtype, compute_dtype(self.product_dtype)
+        row_bytes = self.weight_Vd.shape[0] * wide.itemsize
+        rows = max(1, default_chunk_bytes(chunk_bytes, self.hidden.device) // row_bytes)
+        weight_Vd, bias_V = self.weight_Vd.to(dtype), None if self.bias_V is None else self.bias_V.to(dtype)
+        for start in range(0, self.hidden.shape[0], rows):
+            span = slice(start, start + rows)
+            logits_nV = F.linear(self.hidden[span].to(dtype), weight_Vd, bias_V)
+            yield span, self.function.phi(logits_nV.to(wide))
+
+
 def transformed(logits: Tensor, function: OutputFunction) -> Tensor:
     """phi(logits), computed in float32 or better, in the dtype of the logits."""
     z = logits.to(compute_dtype(logits.dtype))
@@ -161,18 +245,40 @@ def transformed(logits: Tensor, function: OutputFunction) -> Tensor:
     return torch.where(masked, z, phi).to(logits.dtype)
 
 
+def float32_result(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Under autocast a loss is returned in float32; a sum over a batch in half precision would be of little use."""
+    kind = tensor.device.type
+    if tensor.dtype not in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, dtype=tensor.dtype)
+
+
+def _whole(tensor: Any) -> Any:
+    """A sharded parameter gathered; its gradient is scattered again."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+# --- functions composed of a member and one number, so that the linear loss can use them -----------------------------
+
+
 def capped(member: OutputFunction, cap: float) -> OutputFunction:
-    """The member of softcapped logits, as one function of raw logits, so that the linear loss can use it."""
+    """The member of softcapped logits, as one function of raw logits."""
     if is_plain_softmax(member):
         return OutputFunction("softcap", c=cap)
-    name = f"{member.name}_of_softcap"
-    if _is_new(name, member):
-        _register_capped(name, member)
-    return OutputFunction(name, cap=cap, **member.parameters)
+    softcap = family.form_by_name("softcap")
+    return _composed(
+        member,
+        f"{member.name}_of_softcap",
+        lambda phi, z, cap: phi(softcap.phi(z, cap)),
+        lambda slope, z, cap: slope(softcap.phi(z, cap)) * softcap.slope(z, cap),
+        formula=f"{member.name} of cap tanh(z / cap)",
+        cap=cap,
+    )
 
 
 def tempered(member: OutputFunction, temperature: float) -> OutputFunction:
-    """The member whose phi is divided by a temperature, as one function, so that the linear loss can use it."""
+    """The member whose phi is divided by a temperature."""
     if temperature <= 0.0:
         raise ValueError(f"temperature must be greater than 0, got {temperature}")
     if temperature == 1.0:
@@ -180,45 +286,42 @@ def tempered(member: OutputFunction, temperature: float) -> OutputFunction:
     slope = member.lasting_properties.affine_slope
     if slope is not None:
         return OutputFunction("softmax", alpha=slope / temperature)
+
+    def divided(of_member: Callable[[Tensor], Tensor], z: Tensor, temperature: Tensor) -> Tensor:
+        return of_member(z) / temperature
+
+    formula = f"{member.name} divided by a temperature"
     name = f"{member.name}_at_temperature"
-    if _is_new(name, member):
-        definition = member.definition
-        family.register_function(
-            name,
-            lambda z, t, *values: definition.form.phi(z, *_arguments(definition, z, values)) / t,
-            lambda z, t, *values: definition.form.slope(z, *_arguments(definition, z, values)) / t,
-            parameters={"temperature": 1.0, **{key: spec.default for key, spec in definition.parameters.items()}},
-            formula=f"{member.name} divided by a temperature",
-        )
-    return OutputFunction(name, temperature=temperature, **member.parameters)
+    return _composed(member, name, divided, divided, formula=formula, temperature=temperature)
 
 
 _COMPOSED: dict[str, Any] = {}
 """The definitions of which composed functions were made: a user may register another one under the same name."""
 
-
-def _is_new(name: str, member: OutputFunction) -> bool:
-    is_known = name in family.names() and _COMPOSED.get(name) is member.definition
-    _COMPOSED[name] = member.definition
-    return not is_known
+Composition = Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
 
 
-def _arguments(definition: Any, z: Tensor, values: tuple[Tensor, ...]) -> list[Tensor]:
-    """The arguments of a member's form, of the values of its parameters."""
-    made = definition.arguments(**dict(zip(definition.parameters, values, strict=True)))
-    return [torch.as_tensor(argument, dtype=z.dtype, device=z.device) for argument in made]
+def _composed(
+    member: OutputFunction, name: str, phi: Composition, slope: Composition, *, formula: str, **number: float
+) -> OutputFunction:
+    """A function of a member's phi or slope, of z, and of one number, registered under a name."""
+    definition = member.definition
+    if name not in family.names() or _COMPOSED.get(name) is not definition:
+        _COMPOSED[name] = definition
 
+        def bound(compose: Composition, part: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def of_parameters(z: Tensor, number: Tensor, *values: Tensor) -> Tensor:
+                made = definition.arguments(**dict(zip(definition.parameters, values, strict=True)))
+                arguments = [torch.as_tensor(argument, dtype=z.dtype, device=z.device) for argument in made]
+                return compose(lambda x: part(x, *arguments), z, number)
 
-def _register_capped(name: str, member: OutputFunction) -> None:
-    definition, softcap = member.definition, family.form_by_name("softcap")
+            return of_parameters
 
-    def phi(z: Tensor, cap: Tensor, *values: Tensor) -> Tensor:
-        return definition.form.phi(softcap.phi(z, cap), *_arguments(definition, z, values))
-
-    def slope(z: Tensor, cap: Tensor, *values: Tensor) -> Tensor:
-        return definition.form.slope(softcap.phi(z, cap), *_arguments(definition, z, values)) * softcap.slope(z, cap)
-
-    defaults = {key: spec.default for key, spec in definition.parameters.items()}
-    family.register_function(
-        name, phi, slope, parameters={"cap": 30.0, **defaults}, formula=f"{member.name} of cap tanh(z / cap)"
-    )
+        family.register_function(
+            name,
+            bound(phi, definition.form.phi),
+            bound(slope, definition.form.slope),
+            parameters=number | {key: spec.default for key, spec in definition.parameters.items()},
+            formula=formula,
+        )
+    return OutputFunction(name, **number, **member.parameters)

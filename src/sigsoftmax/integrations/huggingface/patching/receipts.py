@@ -1,4 +1,4 @@
-"""Receipts: how a patched model notices that a result did not come from its output function.
+"""Receipts, by which a patched model notices that a result did not come from its output function.
 
 Other libraries assign to ``forward``. Some wrap the forward pass that they find (hooks of accelerate, autocast,
 ``torch.compile``), some replace it and multiply by the weight of the output layer themselves, and what they return is
@@ -20,10 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigsoftmax.integrations.huggingface.trainers import known_libraries
+from sigsoftmax.integrations.huggingface.trainers.trl_fused_head import FusedHead
 
 RESULTS = ("loss", "logits", "log_probs")
 """Names under which outputs of language models hold what an output function decides."""
+LIGER_REMEDY = (
+    "Liger's fused losses are softmax; switch them off with fused_linear_cross_entropy=False (in the Trainer: "
+    'liger_kernel_config={"fused_linear_cross_entropy": False}) and keep its other kernels: the loss of the patched '
+    "model stores no logits either"
+)
+REMEDY = (
+    "Leave `forward` as it is, or assign one that calls the forward pass it found; TRL's trainers and Liger's other "
+    'kernels are supported (docs/huggingface.md, "With TRL and Liger")'
+)
 PASSED_ON = ("__func__", "__self__", "__name__", "__qualname__", "__code__", "__signature__")
 
 
@@ -48,14 +57,17 @@ class CheckedForward:
 
 
 def assign(model: Any, forward: Any) -> None:
-    """``model.forward = forward``."""
-    head = known_libraries.fused_head_of(forward)
+    """Serve ``model.forward = forward``."""
+    head = FusedHead.of(forward)
     if head is not None:
         # Kept as options of our own forward pass, which then serves the calls that this head was made for.
         model.fused_head = head
         return
-    if model.needs_receipts:
-        known_libraries.refuse_loss_of_liger(model, forward)
+    if model.needs_receipts and _is_of_liger(forward):
+        raise ValueError(
+            f"{type(model).__name__} has the output function {model.output_function.described()}, and Liger is about "
+            f"to replace its forward pass by one with another loss. {LIGER_REMEDY}"
+        )
     keep_checked(model, forward)
 
 
@@ -120,7 +132,7 @@ def check_result(model: Any, forward: Any, output: Any) -> None:
         raise RuntimeError(
             f"{type(model).__name__} has the output function {model.output_function.described()}, but its result came "
             f"from {described(forward)}, which did not use it: it gave a loss or logits of softmax. "
-            f"{known_libraries.remedy(forward)}. To train a softmax model, call remove_output_function(model) first"
+            f"{remedy(forward)}. To train a softmax model, call remove_output_function(model) first"
         )
 
 
@@ -136,7 +148,7 @@ def refuse_to_save(model: Any) -> None:
 
 
 def holds_result(output: Any, num_classes: int) -> bool:
-    """Whether an output holds a loss, logits or log-probabilities: by name, as a scalar, or by the vocabulary size."""
+    """Tell whether an output holds a loss, logits or log-probabilities: by name, as a scalar, or by its size."""
     if isinstance(output, Tensor):
         return output.is_floating_point() and (output.ndim == 0 or output.shape[-1] == num_classes)
     if isinstance(output, tuple | list):
@@ -153,6 +165,15 @@ def described(forward: Any) -> str:
     if code is None:
         return f"a {type(forward).__name__} that was assigned to `forward`"
     return f"`{code.co_qualname}` ({Path(code.co_filename).name})"
+
+
+def remedy(forward: Any) -> str:
+    """Advice on a ``forward`` that does not use the output function."""
+    return LIGER_REMEDY if _is_of_liger(forward) else REMEDY
+
+
+def _is_of_liger(forward: Any) -> bool:
+    return str(getattr(forward, "__module__", "")).startswith("liger_kernel.")
 
 
 def _is_training_step(model: Any) -> bool:

@@ -8,19 +8,20 @@ instead of ``LORA``, and a patched model that was never saved has a name that no
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.integrations.huggingface.patching.model_state import empty_instance
 from sigsoftmax.integrations.huggingface.storage import checkpoints
 from sigsoftmax.records.atomic_write import atomic_write
 
@@ -64,7 +65,7 @@ class _Guarded:
             file.write(json.dumps(settings, indent=2, sort_keys=True).encode())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty_guarded, (type(self).__mro__[2],), self.__dict__
+        return empty_instance, (_guarded_class, type(self).__mro__[2]), self.__dict__
 
 
 @functools.cache
@@ -72,51 +73,33 @@ def _guarded_class(own: Any) -> Any:
     return type(own.__name__, (_Guarded, own), {"__module__": own.__module__})
 
 
-def _empty_guarded(own: type) -> Any:
-    made = _guarded_class(own)
-    return made.__new__(made)
-
-
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
 def is_adapter(path: str, hub_options: Mapping[str, Any]) -> bool:
-    """Whether a folder, or a repository of the hub, that holds no model holds an adapter."""
+    """Tell whether a folder, or a repository of the hub, that holds no model holds an adapter."""
     quietly: dict[str, Any] = {
         f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "gated_repo", "connection_errors")
     }
     return cached_file(path, ADAPTER_FILE, **quietly, **hub_options) is not None
 
 
-def load_with_model(path: str, load_model: Callable[..., Any], patch: Callable[..., Any], **options: Any) -> Any:
-    """The adapter in ``path`` on the model that it names, with that model's output function."""
-    config = _config(path)
-    name = config.base_model_name_or_path or ""
-    renamed = checkpoints.split_name(name)
-    if renamed is None:
-        return _put_on(load_model(name, **options), path, config)
-    function, name = renamed
-    if not name:
-        raise ValueError(
-            f"the adapter in {path} belongs to a model with {function} that was never saved; save that model with "
-            "save_pretrained, load it, and train the adapter on what you loaded"
-        )
-    member = OutputFunction.parse(function)
-    per_class = [key for key, kind in member.kinds.items() if kind is ParameterKind.PER_CLASS]
-    if per_class and MODULE_NAME not in (config.modules_to_save or ()):
-        raise ValueError(
-            f"the adapter in {path} does not hold the values of {', '.join(per_class)} for each class; train it with "
-            f"modules_to_save=[{MODULE_NAME!r}], or save the patched model and train the adapter on that"
-        )
-    model = AutoModelForCausalLM.from_pretrained(name, **options)
-    patch(model, member)
-    return _put_on(model, path, config)
+def read_config(path: str) -> Any:
+    """The configuration of a stored adapter, as PEFT has it."""
+    settings = _settings(path)
+    settings["peft_type"] = settings["peft_type"].removeprefix(MARK)
+    settings.pop(checkpoints.KEY, None)
+    return _peft(path).PeftConfig.from_peft_type(**settings)
+
+
+def put_on(model: Any, path: str, config: Any) -> Any:
+    """The adapter in ``path`` on a model; returns the PEFT model."""
+    return _peft(path).PeftModel.from_pretrained(model, path, config=config)
 
 
 def load_onto(model: Any, path: str, *, now: OutputFunction | None) -> Any:
     """The adapter in ``path`` on a model that is patched already; ``now`` is its function, None if it has none."""
-    settings = _settings(path)
-    wanted = function_in(settings)
+    wanted = function_in(_settings(path))
     if now is None or (wanted is not None and _kind(now) != _kind(OutputFunction.parse(wanted))):
         has = "has none: it is a softmax model" if now is None else f"has {_kind(now)}"
         raise ValueError(
@@ -124,7 +107,7 @@ def load_onto(model: Any, path: str, *, now: OutputFunction | None) -> Any:
             f"this model {has}. Patch the model before you load the adapter: apply_output_function(model, "
             f"{wanted or 'function'!r}); or load both with from_pretrained({path!r})"
         )
-    return _put_on(model, path, _config(path))
+    return put_on(model, path, read_config(path))
 
 
 def function_in(settings: Mapping[str, Any]) -> str | None:
@@ -137,18 +120,6 @@ def _kind(function: OutputFunction) -> str:
     """A function up to the values of what is learned, which an adapter may change."""
     learned = {key: Learned(per_class=kind is ParameterKind.PER_CLASS) for key, kind in function.kinds.items()}
     return str(function.with_parameters(**learned))
-
-
-def _put_on(model: Any, path: str, config: Any) -> Any:
-    return _peft(path).PeftModel.from_pretrained(model, path, config=config)
-
-
-def _config(path: str) -> Any:
-    peft = _peft(path)
-    settings = _settings(path)
-    settings["peft_type"] = settings["peft_type"].removeprefix(MARK)
-    settings.pop(checkpoints.KEY, None)
-    return peft.PeftConfig.from_peft_type(**settings)
 
 
 def _settings(path: str) -> dict[str, Any]:
@@ -166,7 +137,7 @@ def _peft(path: str) -> Any:
     return peft
 
 
-# --- what PEFT says -------------------------------------------------------------------------------------------------
+# --- refusing -------------------------------------------------------------------------------------------------------
 
 
 class _Refusing:
@@ -198,10 +169,9 @@ def explain_to_peft(*, even_if_not_imported: bool) -> None:
     """Let PEFT answer with what to do, instead of a bare ``KeyError``, if it meets the adapter of a patched model."""
     if "peft" not in sys.modules and not (even_if_not_imported and importlib.util.find_spec("peft")):
         return
-    try:
+    with contextlib.suppress(ImportError):
         from peft import PEFT_TYPE_TO_CONFIG_MAPPING as kinds
-    except ImportError:
-        return
-    table: dict[Any, Any] = kinds
-    for kind in [kind for kind in table if not kind.startswith(MARK)]:
-        table.setdefault(f"{MARK}{getattr(kind, 'value', kind)}", _Refusing)
+
+        table: dict[Any, Any] = kinds
+        for kind in [kind for kind in table if not kind.startswith(MARK)]:
+            table.setdefault(f"{MARK}{getattr(kind, 'value', kind)}", _Refusing)

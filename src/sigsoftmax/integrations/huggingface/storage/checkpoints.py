@@ -1,4 +1,4 @@
-"""What is stored of an output function, and how a stored model is kept from running as softmax.
+"""Stored models with an output function, which are kept from running as softmax.
 
 A patched model is saved as transformers saves models, with three differences, each of which stops another kind of
 reader that does not know the output function:
@@ -18,15 +18,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from sigsoftmax.integrations.huggingface.patching import receipts
-from sigsoftmax.integrations.huggingface.patching.examination import output_layer
-from sigsoftmax.integrations.huggingface.patching.head_function import LogitAdjustment
+from sigsoftmax.integrations.huggingface.patching.examination import names_of, output_layer
+from sigsoftmax.integrations.huggingface.patching.model_state import remove_hook
 from sigsoftmax.records.atomic_write import atomic_write
 
 KEY = "sigsoftmax"
@@ -45,72 +44,43 @@ Loaded as a softmax model it would give wrong probabilities, so nothing but that
 """
 
 from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, SigsoftmaxForCausalLM, SigsoftmaxModel  # noqa: F401
-from sigsoftmax.records.atomic_write import atomic_write
 '''
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remembered:
-    """What a configuration says of the output function of its model."""
+BEING_FILLED = "is_being_filled"
+"""Mark, beside what is stored, of the configuration of a model that is about to be filled from a guarded checkpoint."""
 
-    function: str
-    frozen: tuple[str, ...] = ()
-    num_classes: int
-    adjustment: LogitAdjustment
-    why_stored: str | None = None
-    model_type: str
-    """The model type of the model's own configuration."""
-    architecture: str
-    reshaped: tuple[str, ...] = ()
-    """Parameters that are stored with the shape (1, V, d)."""
-    auto_map: Mapping[str, str] | None = None
-    """That of a model whose own code lies with it."""
 
-    @classmethod
-    def of(cls, config: Any) -> Remembered:
-        found = config.get(KEY) if isinstance(config, Mapping) else getattr(config, KEY, None)
-        if not isinstance(found, Mapping):
-            raise ValueError(
-                "the configuration remembers no output function; name one, as in "
-                "apply_output_function(model, 'sigsoftmax')"
-            )
-        if found.get("format") != FORMAT:
-            raise ValueError(
-                f"the output function is stored in format {found.get('format')!r}, but this version of sigsoftmax "
-                f"reads {FORMAT}; install the version that wrote it, or a newer one"
-            )
-        return cls(
-            function=found["function"],
-            frozen=tuple(found["frozen"]),
-            num_classes=found["num_classes"],
-            adjustment=LogitAdjustment(scale=found["logit_scale"], cap=found["softcap"]),
-            why_stored=found["why_stored"],
-            model_type=found["own_model_type"],
-            architecture=found["architecture"],
-            reshaped=tuple(found["reshaped"]),
-            auto_map=found["auto_map"],
+def stored_in(config: Any) -> dict[str, Any]:
+    """The entry of a configuration that :func:`remember` wrote."""
+    found = config.get(KEY) if isinstance(config, Mapping) else getattr(config, KEY, None)
+    if not isinstance(found, dict):
+        raise ValueError(
+            "the configuration remembers no output function; name one, as in apply_output_function(model, 'sigsoftmax')"
         )
+    if found.get("format") != FORMAT:
+        raise ValueError(
+            f"the output function is stored in format {found.get('format')!r}, but this version of sigsoftmax "
+            f"reads {FORMAT}; install the version that wrote it, or a newer one"
+        )
+    return found
 
 
 def remember(model: Any) -> None:
     """Write the output function of a patched model into its configuration."""
-    examined, function = model.examined, model.output_function
-    setattr(
-        model.config,
-        KEY,
-        {
-            "format": FORMAT,
-            **function.remembered(),
-            "num_classes": examined.num_classes,
-            "logit_scale": examined.adjustment.scale,
-            "softcap": examined.adjustment.cap,
-            "why_stored": examined.why_stored,
-            "own_model_type": model.config.model_type,
-            "architecture": type(model).__name__,
-            "reshaped": [] if function.is_plain_softmax else names_of_output_weight(model),
-            "auto_map": None,
-        },
-    )
+    function = model.output_function
+    stored = {
+        "format": FORMAT,
+        **function.stored(),
+        # The model type of the model's own configuration.
+        "own_model_type": model.config.model_type,
+        "architecture": type(model).__name__,
+        # Parameters that are stored with the shape (1, V, d).
+        "reshaped": [] if function.is_plain_softmax else names_of(model, output_layer(model).weight),
+        # The `auto_map` of a model whose own code lies with it.
+        "auto_map": None,
+    }
+    setattr(model.config, KEY, stored)
 
 
 def rename(model: Any) -> None:
@@ -121,9 +91,9 @@ def rename(model: Any) -> None:
     """
     model.name_before_patch = (model.name_or_path, model.config.name_or_path)
     if not model.output_function.is_plain_softmax:
-        function = model.output_function.described()
-        model.name_or_path = patched_name(function, model.name_or_path)
-        model.config.name_or_path = patched_name(function, model.config.name_or_path)
+        start = f"{KEY}[{model.output_function.described()}]:"
+        model.name_or_path = f"{start}{model.name_or_path}"
+        model.config.name_or_path = f"{start}{model.config.name_or_path}"
 
 
 def own_name(model: Any) -> str:
@@ -131,12 +101,8 @@ def own_name(model: Any) -> str:
     return str(model.__dict__.get("name_before_patch", (None, model.config.name_or_path))[1] or "")
 
 
-def patched_name(function: str, name: str) -> str:
-    return f"{KEY}[{function}]:{name}"
-
-
 def split_name(name: str) -> tuple[str, str] | None:
-    """The function and the name in what :func:`patched_name` made; None if it made it not."""
+    """The function and the own name in a name that :func:`rename` gave; None if it gave it not."""
     head, separator, rest = name.partition("]:")
     start = f"{KEY}["
     return (head.removeprefix(start), rest) if separator and head.startswith(start) else None
@@ -148,15 +114,7 @@ def forget(model: Any) -> None:
         delattr(model.config, KEY)
     if "name_before_patch" in model.__dict__:
         model.name_or_path, model.config.name_or_path = model.__dict__.pop("name_before_patch")
-    for key, wrapped in list(model._load_state_dict_pre_hooks.items()):
-        if getattr(wrapped, "hook", None) is _restore_shapes:
-            del model._load_state_dict_pre_hooks[key]
-
-
-def names_of_output_weight(model: nn.Module) -> list[str]:
-    """All names that the weight of the output layer has in the state dict; two or more if it is tied."""
-    weight = output_layer(model).weight
-    return [name for name, value in model.named_parameters(remove_duplicate=False) if value is weight]
+    remove_hook(model._load_state_dict_pre_hooks, _restore_shapes)
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -180,7 +138,7 @@ def save(model: Any, save_own: Callable[..., Any], directory: Any, *arguments: A
     upload = {name: given.pop(name) for name in ("repo_id", "commit_message", "create_pr", "private") if name in given}
     state = given.pop("state_dict", None)
     state = dict(model.state_dict() if state is None else state)
-    for name in names_of_output_weight(model):
+    for name in names_of(model, output_layer(model).weight):
         if name in state:
             state[name] = _guarded_shape(state[name])
     for name, value in state.items():
@@ -245,7 +203,7 @@ def read_guarded_checkpoints(model: nn.Module) -> None:
 
 
 def _restore_shapes(model: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any) -> None:
-    for name in names_of_output_weight(model):
+    for name in names_of(model, output_layer(model).weight):
         stored = state.get(prefix + name)
         if stored is not None and stored.ndim == 3 and stored.shape[0] == 1:
             state[prefix + name] = stored.squeeze(0)
@@ -257,44 +215,21 @@ def _restore_shapes(model: nn.Module, state: dict[str, Tensor], prefix: str, *ot
 
 def expect_stored_shapes(model: nn.Module, names: Iterable[str]) -> None:
     """Give parameters the shape in which they are stored, so that transformers can fill them."""
-    for parameter in _parameters(model, names):
-        _replace(model, parameter, nn.Parameter(parameter.detach().unsqueeze(0), parameter.requires_grad))
+    _replace_parameters(model, names, lambda stored: stored.unsqueeze(0))
 
 
 def restore_shapes(model: nn.Module, names: Iterable[str]) -> None:
     """Undo :func:`expect_stored_shapes` on a model that has been filled."""
-    for parameter in _parameters(model, names):
-        if parameter.is_meta:
-            raise ValueError(
-                "the output layer of a model with an output function cannot be offloaded; give it a device in "
-                "device_map"
-            )
-        _replace(model, parameter, nn.Parameter(parameter.detach().squeeze(0), parameter.requires_grad))
+    if any(model.get_parameter(name).is_meta for name in names):
+        raise ValueError(
+            "the output layer of a model with an output function cannot be offloaded; give it a device in device_map"
+        )
+    _replace_parameters(model, names, lambda stored: stored.squeeze(0))
 
 
-def _parameters(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    unique = {id(parameter): parameter for parameter in map(model.get_parameter, names)}
-    return list(unique.values())
-
-
-def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """In every module that holds it: tied weights stay tied."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new
-
-
-def fill_from(config: Any) -> None:
-    """Mark a configuration as that of a model which is about to be filled from a guarded checkpoint."""
-    getattr(config, KEY)["is_being_filled"] = True
-
-
-def is_marked(config: Any) -> bool:
-    """Whether :func:`fill_from` marked a configuration; the mark stays."""
-    return bool((getattr(config, KEY, None) or {}).get("is_being_filled"))
-
-
-def is_being_filled(config: Any) -> bool:
-    """Whether :func:`fill_from` marked it; the mark is gone afterwards."""
-    return bool(getattr(config, KEY).pop("is_being_filled", False))
+def _replace_parameters(model: nn.Module, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> None:
+    """Change parameters in every module that holds them: tied weights stay tied."""
+    for old in {model.get_parameter(name) for name in names}:
+        new = nn.Parameter(change(old.detach()), old.requires_grad)
+        for module in model.modules():
+            module._parameters.update({name: new for name, held in module._parameters.items() if held is old})

@@ -6,7 +6,6 @@ Importing this module makes ``AutoConfig``, ``AutoModelForCausalLM`` and, for th
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sigsoftmax.contract.spec import Function
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.integrations.huggingface.patching.apply import apply_output_function, language_model, patch
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched, patched_class
 from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
@@ -45,21 +45,45 @@ def from_pretrained(name_or_path: str | os.PathLike[str], *, function: Function 
     if not settings:
         if not adapters.is_adapter(path, hub):
             raise ValueError(f"{path} holds no config.json and no adapter_config.json, so there is no model in it")
-        load_model = functools.partial(from_pretrained, function=function)
-        return adapters.load_with_model(path, load_model, patch, **options)
+        return _load_adapter_and_model(path, function, options)
     if checkpoints.KEY not in settings:
         if function is None:
             raise ValueError(
                 f"{path} remembers no output function; name one, as in from_pretrained({path!r}, function='sigsoftmax')"
             )
         return apply_output_function(AutoModelForCausalLM.from_pretrained(path, **options), function)
-    remembered = checkpoints.Remembered.of(settings)
-    if function is not None and str(OutputFunction.parse(function)) != remembered.function:
+    saved = checkpoints.stored_in(settings)["function"]
+    if function is not None and str(OutputFunction.parse(function)) != saved:
         raise ValueError(
-            f"{path} was saved with {remembered.function}, not with {function}; load it without function=, and apply "
+            f"{path} was saved with {saved}, not with {function}; load it without function=, and apply "
             "another one to it afterwards if that is what you want"
         )
     return load_remembered(path, settings, **options)
+
+
+def _load_adapter_and_model(path: str, function: Function | None, options: Mapping[str, Any]) -> Any:
+    """The adapter in ``path`` on the model that it names, with that model's output function."""
+    config = adapters.read_config(path)
+    base = config.base_model_name_or_path or ""
+    renamed = checkpoints.split_name(base)
+    if renamed is None:
+        return adapters.put_on(from_pretrained(base, function=function, **options), path, config)
+    text, name = renamed
+    if not name:
+        raise ValueError(
+            f"the adapter in {path} belongs to a model with {text} that was never saved; save that model with "
+            "save_pretrained, load it, and train the adapter on what you loaded"
+        )
+    member = OutputFunction.parse(text)
+    per_class = [key for key, kind in member.kinds.items() if kind is ParameterKind.PER_CLASS]
+    if per_class and adapters.MODULE_NAME not in (config.modules_to_save or ()):
+        raise ValueError(
+            f"the adapter in {path} does not hold the values of {', '.join(per_class)} for each class; train it with "
+            f"modules_to_save=[{adapters.MODULE_NAME!r}], or save the patched model and train the adapter on that"
+        )
+    model = AutoModelForCausalLM.from_pretrained(name, **options)
+    patch(model, member)
+    return adapters.put_on(model, path, config)
 
 
 def load_adapter(model: Any, path: str | os.PathLike[str]) -> Any:
@@ -71,19 +95,19 @@ def load_adapter(model: Any, path: str | os.PathLike[str]) -> Any:
 
 def load_remembered(path: str, settings: Mapping[str, Any], **options: Any) -> Any:
     """The model that a guarded configuration describes, filled from its files."""
-    remembered = checkpoints.Remembered.of(settings)
+    stored = checkpoints.stored_in(settings)
     try:
-        OutputFunction.parse(remembered.function)
+        OutputFunction.parse(stored["function"])
     except ValueError as error:
         raise ValueError(
             f"{path} was saved with an output function that is not known here: {error}. One of your own must be "
             "registered, with register_function, before the model is loaded"
         ) from None
     config, own_class = own_classes(path, settings, trust_remote_code=bool(options.get("trust_remote_code")))
-    checkpoints.fill_from(config)
+    checkpoints.stored_in(config)[checkpoints.BEING_FILLED] = True
     wants_report = options.pop("output_loading_info", False)
     model, report = patched_class(own_class).from_pretrained(path, config=config, output_loading_info=True, **options)
-    checkpoints.restore_shapes(model, remembered.reshaped)
+    checkpoints.restore_shapes(model, stored["reshaped"])
     model.output_function.freeze()
     lost = [key for key in report["missing_keys"] if key.startswith("output_function.")]
     if lost:
@@ -95,29 +119,28 @@ def load_remembered(path: str, settings: Mapping[str, Any], **options: Any) -> A
 
 def own_classes(path: str, settings: Mapping[str, Any], *, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """The configuration as the model's own class reads it, and that class."""
-    remembered = checkpoints.Remembered.of(settings)
+    stored = checkpoints.stored_in(settings)
+    model_type, architecture, auto_map = stored["own_model_type"], stored["architecture"], stored["auto_map"]
     config_class: Any
     own_class: Any
-    own: dict[str, Any] = {**settings, "model_type": remembered.model_type, "architectures": [remembered.architecture]}
+    own: dict[str, Any] = {**settings, "model_type": model_type, "architectures": [architecture]}
     own.pop("auto_map", None)
-    if remembered.auto_map:
+    if auto_map:
         if not trust_remote_code:
             raise ValueError(
                 f"{path} is a model with code of its own; look at that code, and pass trust_remote_code=True to run it"
             )
-        own["auto_map"] = dict(remembered.auto_map)
-        config_class = get_class_from_dynamic_module(remembered.auto_map["AutoConfig"], path)
-        own_class = get_class_from_dynamic_module(remembered.auto_map["AutoModelForCausalLM"], path)
+        own["auto_map"] = dict(auto_map)
+        config_class = get_class_from_dynamic_module(auto_map["AutoConfig"], path)
+        own_class = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], path)
         own_class.register_for_auto_class("AutoModelForCausalLM")
         config_class.register_for_auto_class()
-    elif remembered.model_type in CONFIG_MAPPING:
-        config_class = CONFIG_MAPPING[remembered.model_type]
-        own_class = getattr(transformers, remembered.architecture, None)
-        if own_class is None:
-            own_class = AutoModelForCausalLM._model_mapping[config_class]
+    elif model_type in CONFIG_MAPPING:
+        config_class = CONFIG_MAPPING[model_type]
+        own_class = getattr(transformers, architecture, None) or AutoModelForCausalLM._model_mapping[config_class]
     else:
         raise ValueError(
-            f"{path} holds a {remembered.architecture}, which transformers {transformers.__version__} does not know; "
+            f"{path} holds a {architecture}, which transformers {transformers.__version__} does not know; "
             "install a newer version of transformers"
         )
     return config_class.from_dict(own), own_class
@@ -130,7 +153,7 @@ class SigsoftmaxConfig(PreTrainedConfig):
 
 
 class SigsoftmaxForCausalLM:
-    """What ``AutoModelForCausalLM`` calls to load such a model; the result is of the model's own class, patched."""
+    """The class that ``AutoModelForCausalLM`` loads such a model with; the result is of the model's own, patched."""
 
     config_class = SigsoftmaxConfig
 
@@ -155,26 +178,20 @@ class SigsoftmaxForCausalLM:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Nothing to do: ``save_pretrained`` of the patched model writes what such a folder needs."""
+        """Do nothing: ``save_pretrained`` of the patched model writes what such a folder needs."""
 
 
-class SigsoftmaxModel:
-    """What ``AutoModel`` calls: it gives the model below the output layer, which has no output function."""
-
-    config_class = SigsoftmaxConfig
+class SigsoftmaxModel(SigsoftmaxForCausalLM):
+    """The class that ``AutoModel`` loads with: it gives the model below the output layer, without output function."""
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, **options: Any) -> Any:
-        result = SigsoftmaxForCausalLM.from_pretrained(name_or_path, **options)
+        result = super().from_pretrained(name_or_path, **options)
         return (result[0].base_model, result[1]) if isinstance(result, tuple) else result.base_model
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
-        return SigsoftmaxForCausalLM._from_config(config, **options).base_model
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Nothing to do, as for :class:`SigsoftmaxForCausalLM`."""
+        return super()._from_config(config, **options).base_model
 
 
 AutoConfig.register(checkpoints.KEY, SigsoftmaxConfig, exist_ok=True)

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from sigsoftmax.family import Learned, OutputFunction
-from sigsoftmax.integrations.huggingface.patching.apply import language_model, patch
-from sigsoftmax.integrations.huggingface.patching.causal_loss import LossOptions
+from sigsoftmax.integrations.huggingface.patching.apply import Model, language_model, patch
+from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLossOptions
+from sigsoftmax.integrations.huggingface.patching.model_state import evaluating
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched
 
-Model = TypeVar("Model", bound=nn.Module)
 Batch = Tensor | Mapping[str, Any]
 Schedule = Literal["linear", "cosine"] | Callable[[float], float]
 
@@ -40,24 +40,18 @@ def smallest_logit(model: nn.Module, batches: Iterable[Batch]) -> float:
         raise ValueError(
             f"the logits of this model are those of {inner.output_function.function}; measure it before you patch it"
         )
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     smallest = math.inf
-    try:
+    with evaluating(model), torch.no_grad():
         for batch in batches:
             inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
             inputs.pop("labels", None)
-            with torch.no_grad():
-                for row in range(inputs["input_ids"].shape[0]):
-                    one = {key: x[row : row + 1] if isinstance(x, Tensor) else x for key, x in inputs.items()}
-                    logits_LV = model(**one, use_cache=False).logits[0]
-                    if (mask := one.get("attention_mask")) is not None:
-                        logits_LV = logits_LV[mask[0].bool()]
-                    if logits_LV.numel():
-                        smallest = min(smallest, float(logits_LV.min()))
-    finally:
-        for module in training:
-            module.training = True
+            for row in range(inputs["input_ids"].shape[0]):
+                one = {key: x[row : row + 1] if isinstance(x, Tensor) else x for key, x in inputs.items()}
+                logits_LV = model(**one, use_cache=False).logits[0]
+                if (mask := one.get("attention_mask")) is not None:
+                    logits_LV = logits_LV[mask[0].bool()]
+                if logits_LV.numel():
+                    smallest = min(smallest, float(logits_LV.min()))
     if smallest == math.inf:
         raise ValueError("batches held no token, so there is no smallest logit; pass some text that the model knows")
     return smallest
@@ -83,7 +77,7 @@ def retrofit(model: Model, b: float, **options: Any) -> Model:
     if not math.isfinite(b):
         raise ValueError(f"b must be a finite number, got {b}")
     member = OutputFunction(MEMBER, b=Learned(initial=float(b)))
-    patch(language_model(model), member, LossOptions(**options), frozen=("b",))
+    patch(language_model(model), member, CausalLossOptions(**options), frozen=("b",))
     return model
 
 
@@ -96,12 +90,7 @@ class AnnealShift(TrainerCallback):
     """
 
     def __init__(
-        self,
-        *,
-        start: float | None = None,
-        end: float = 0.0,
-        steps: int | None = None,
-        schedule: Schedule = "linear",
+        self, *, start: float | None = None, end: float = 0.0, steps: int | None = None, schedule: Schedule = "linear"
     ) -> None:
         for name, value in (("start", start), ("end", end)):
             if value is not None and not math.isfinite(value):
@@ -153,7 +142,7 @@ def shift_of(model: Any) -> nn.Parameter:
     """The parameter b of a model that was given to :func:`retrofit`."""
     inner: Any = language_model(getattr(model, "module", model))
     function = inner.output_function if is_patched(inner) else None
-    shift = function.function_parameters["b"] if function is not None and "b" in function.function_parameters else None
+    shift = None if function is None else dict(function.function_parameters.items()).get("b")
     if shift is None or shift.numel() != 1:
         found = "none" if function is None else str(function.function)
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What TRL's fused output layer gives on a patched model is what the formula gives: values and gradients."""
+"""TRL's fused output layer on a patched model gives what the formula gives: values and gradients."""
 
 import copy
 import types
@@ -18,7 +18,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import sigsoftmax
 from sigsoftmax.integrations.huggingface import apply_output_function, remove_output_function
-from sigsoftmax.integrations.huggingface.trainers import known_libraries
+from sigsoftmax.integrations.huggingface.trainers import trl_fused_head
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -251,7 +251,7 @@ def test_a_head_that_asks_for_something_new_is_refused():
         def _fused_forward(self):
             return None
 
-        code = _fused_forward.__code__.replace(co_qualname=known_libraries.TRL_HEAD)
+        code = _fused_forward.__code__.replace(co_qualname=trl_fused_head.FORWARD_OF_TRL)
         return types.FunctionType(code, {})
 
     with pytest.raises(ValueError, match="has no temperature, cast_lm_head_to_fp32, outputs"):
