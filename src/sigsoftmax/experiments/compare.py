@@ -23,10 +23,10 @@ from torch import Tensor
 from sigsoftmax.analysis.spectrum.streaming import streamed_spectrum
 from sigsoftmax.experiments.display import RunPlan, WholeLine
 from sigsoftmax.experiments.reproduce.run_times import EpochTimes, measure_epochs
+from sigsoftmax.experiments.runs.executors import After, train_runs
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.log_outputs import log_output_blocks
 from sigsoftmax.experiments.runs.run import Resources, Run, folder_name, planned_runs
-from sigsoftmax.experiments.runs.training_runs import After, train_runs
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus, batchify
@@ -161,7 +161,7 @@ def _trained(runs: list[Run], resources: Resources, display: WholeLine) -> tuple
     errors: list[Diverged] = []
     with display as shown:
 
-        def trained(chosen: list[Run], after: After[T]) -> dict[Run, T]:
+        def trained(chosen: list[Run], after: After[Run, T]) -> dict[Run, T]:
             results: dict[Run, T] = {}
             try:
                 for ended, result in train_runs(chosen, resources, after, shown.watch):

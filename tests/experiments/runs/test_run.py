@@ -6,6 +6,7 @@ import pytest
 from tests.experiments.small_runs import small_resources, small_runs, write_text
 
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
+from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.run import (
     Resources,
     checkpoint_file,
@@ -15,7 +16,6 @@ from sigsoftmax.experiments.runs.run import (
     run_in,
     text_of,
 )
-from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.lm.training.saved_models import load_model
 
 

@@ -53,7 +53,7 @@ def test_a_file_says_what_a_command_line_can_say(tmp_path):
 def test_a_list_that_is_one_value_stays_one(tmp_path):
     asked = read_sweep_file(written(tmp_path, 'recipe = "tiny-softmax"\n[model]\nhidden = [64, 128]'))
     [trial] = trials_of(asked)
-    assert trial.run.recipe.model.hidden == (64, 128)
+    assert trial.recipe.model.hidden == (64, 128)
 
 
 def test_words_add_to_a_file(tmp_path):

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Self, TypeVar, get_args
 
 import torch
 
-from sigsoftmax.lm.config import PRECISIONS, Recipe
+from sigsoftmax.lm.config import PRECISIONS, Recipe, TrainingConfig
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.corpus_files import PUBLISHED
 from sigsoftmax.lm.parallel.alone import KINDS, Kind
@@ -18,6 +18,8 @@ from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision
 from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import Phase, Trainer, resolve_device
+from sigsoftmax.records import Payload, read
+from sigsoftmax.records.schemas.training import EpochRecord
 
 __all__ = [
     "Resources",
@@ -25,11 +27,15 @@ __all__ = [
     "checkpoint_file",
     "chosen_recipes",
     "default_device",
+    "epoch_records",
+    "payloads",
     "planned_runs",
     "run_folder",
     "run_in",
     "text_of",
 ]
+
+P = TypeVar("P", bound=Payload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,8 @@ class Resources:
     """runs that share the device; on a CPU each in a process of one thread"""
     parallel: Kind | None = None
     """how the processes of torchrun divide a run; None: as DDP does, and without torchrun not at all"""
+    checkpoint_seconds: float = 300.0
+    """time between two checkpoints, which is the most that is lost if the process is killed"""
 
     def __post_init__(self) -> None:
         if self.at_once < 1:
@@ -80,14 +88,23 @@ class Run:
         return self.path / "best.safetensors"
 
     @property
+    def records(self) -> Path:
+        """The file with a record of each epoch."""
+        return self.path / "records.jsonl"
+
+    @property
+    def config(self) -> TrainingConfig:
+        return self.recipe.training if self.phase == "train" else self.recipe.finetuning
+
+    @property
     def epochs(self) -> int:
-        return (self.recipe.training if self.phase == "train" else self.recipe.finetuning).epochs
+        return self.config.epochs
 
     @property
     def name(self) -> str:
         return f"{self.recipe.name}, seed {self.seed}" + (", finetuning" if self.phase == "finetune" else "")
 
-    def finetuning(self) -> Run:
+    def finetuning(self) -> Self:
         return replace(self, phase="finetune")
 
     def trainer(self, corpus: Corpus, resources: Resources) -> Trainer:
@@ -102,9 +119,22 @@ class Run:
             device=resources.device,
             precision=resources.precision,
             evaluation_precision=resources.evaluation_precision,
+            checkpoint_seconds=resources.checkpoint_seconds,
             concurrent_runs=resources.at_once,
             parallel=resources.parallel,
         )
+
+
+def payloads(path: Path, kind: type[P], *, since: Path | None = None) -> list[P]:
+    """The payloads of one kind in a file of records; none if it is missing, or older than the file ``since``."""
+    if not path.is_file() or (since is not None and path.stat().st_mtime < since.stat().st_mtime):
+        return []
+    return [record.payload_as(kind) for record in read(path, malformed="skip") if record.kind == kind.KIND]
+
+
+def epoch_records(*runs: Run) -> list[EpochRecord]:
+    """The epochs of these phases that are on record."""
+    return [epoch for run in runs for epoch in payloads(run.records, EpochRecord)]
 
 
 def default_device() -> str:

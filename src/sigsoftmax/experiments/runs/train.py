@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sigsoftmax.experiments.display import Display, Watcher, make_display, watching
-from sigsoftmax.experiments.runs.distributed_launch import Silent, joined
+from sigsoftmax.experiments.runs.distributed_launch import joined
 from sigsoftmax.experiments.runs.evaluate import evaluate_best, evaluation_line
+from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.run import Resources, Run, planned_runs, run_in
 from sigsoftmax.experiments.runs.tensorboard import TensorBoard
-from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.records.schemas.training import EvaluationRecord
 from sigsoftmax.records.statistics import Sample
@@ -61,16 +61,13 @@ def _shown(
 ) -> Trained:
     with joined(resources) as (own_resources, prints):
         watchers = [TensorBoard()] if tensorboard and prints else []
-        with (display or make_display()) if prints else Silent() as shown:
-            say = say if prints else _say_nothing
+        if not prints:
+            display, say = Display(), lambda _: None
+        with display or make_display() as shown:
             trained = dict(train_and_evaluate(runs, own_resources, shown, say, *watchers))
         if len(runs) > 1:
             say(seeds_table({run: trained[run] for run in runs}))
     return trained
-
-
-def _say_nothing(text: str) -> None:
-    pass
 
 
 def train_and_evaluate(
@@ -90,7 +87,7 @@ def train_and_evaluate(
 
 
 def result_lines(run: Run, evaluations: Sequence[EvaluationRecord]) -> str:
-    """Which epoch of a run was the best, and what its weights are worth."""
+    """The best epoch of a run, and the evaluations of its weights."""
     epoch = evaluations[0].epoch
     best = f"epoch {epoch} was the best" if epoch else "no epoch was better than the start"
     lines = "".join(f"\n  {evaluation_line(evaluation)}" for evaluation in evaluations)

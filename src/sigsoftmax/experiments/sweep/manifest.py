@@ -84,7 +84,7 @@ def _described(config: SweepConfig, trials: Sequence[Trial]) -> dict[str, Any]:
     """By folder, all that must stay as it is."""
     return {
         trial.folder.relative_to(config.out).as_posix(): {
-            "recipe": binding_fields(trial.run.recipe),
+            "recipe": binding_fields(trial.recipe),
             "phases": list(trial.phases),
             "precision": config.precision,
         }

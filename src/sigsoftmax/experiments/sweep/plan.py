@@ -31,29 +31,24 @@ Point = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One recipe at one point of the grid with one seed."""
+class Trial(Run):
+    """One recipe at one point of the grid with one seed: a run, of which this is the first phase."""
 
-    run: Run
-    """its first phase"""
     point: Point = ()
     phases: tuple[Phase, ...] = ("train",)
 
     @property
-    def folder(self) -> Path:
-        return self.run.folder
-
-    @property
-    def last(self) -> Run:
+    def last(self) -> Trial:
         """The phase whose model counts."""
         return self.runs()[-1]
 
     @property
     def name(self) -> str:
-        return ", ".join([self.run.recipe.name, *self.point, f"seed {self.run.seed}"])
+        return ", ".join([self.recipe.name, *self.point, f"seed {self.seed}"])
 
-    def runs(self) -> list[Run]:
-        return [replace(self.run, phase=phase) for phase in self.phases]
+    def runs(self) -> list[Trial]:
+        """All phases."""
+        return [replace(self, phase=phase) for phase in self.phases]
 
 
 @dataclass(frozen=True)
@@ -135,7 +130,7 @@ class SweepConfig:
                 phases = ("train", "finetune")
             folder = self.out / point_folder(point) if point else self.out
             runs = planned_runs([chosen], self.seeds, folder)
-            trials += [Trial(run=run, point=point, phases=phases) for run in runs]
+            trials += [Trial(**vars(run), point=point, phases=phases) for run in runs]
         _check_distinct(trials)
         return trials
 
@@ -166,17 +161,15 @@ class SweepConfig:
 
 def _check_distinct(trials: Sequence[Trial]) -> None:
     seen: dict[str, Trial] = {}
-    for trial in trials:
-        fields = {key: value for key, value in binding_fields(trial.run.recipe).items() if key != "name"}
-        what = json.dumps([fields, trial.run.seed], sort_keys=True)
-        if what in seen:
-            raise ValueError(f"{seen[what].name} and {trial.name} are the same trial; name it once")
-        seen[what] = trial
     folders: dict[Path, Trial] = {}
     for trial in trials:
-        if trial.folder in folders:
-            raise ValueError(f"{folders[trial.folder].name} and {trial.name} would share {trial.folder}; rename one")
-        folders[trial.folder] = trial
+        fields = binding_fields(trial.recipe) | {"name": None}
+        same = seen.setdefault(json.dumps([fields, trial.seed], sort_keys=True), trial)
+        if same is not trial:
+            raise ValueError(f"{same.name} and {trial.name} are the same trial; name it once")
+        same = folders.setdefault(trial.folder, trial)
+        if same is not trial:
+            raise ValueError(f"{same.name} and {trial.name} would share {trial.folder}; rename one")
 
 
 def binding_fields(recipe: Recipe) -> dict[str, Any]:

@@ -11,21 +11,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sigsoftmax.experiments.runs.executors import Failed
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
-from sigsoftmax.experiments.runs.run import default_device
-from sigsoftmax.experiments.sweep.manifest import keep_plan, plan_change
-from sigsoftmax.experiments.sweep.plan import SweepConfig, Trial
-from sigsoftmax.experiments.sweep.ray_executor import (
+from sigsoftmax.experiments.runs.ray_executor import (
+    Place,
+    RayExecutor,
     Share,
     check_ray,
     ray_folder,
     ray_session,
     remove_leftovers,
-    run_on_ray,
     trials_at_once,
 )
+from sigsoftmax.experiments.runs.run import default_device
+from sigsoftmax.experiments.sweep.manifest import PLAN_FILE, keep_plan, plan_change
+from sigsoftmax.experiments.sweep.plan import SweepConfig, Trial
 from sigsoftmax.experiments.sweep.text import differences, groups_of, results_table, trial_line
-from sigsoftmax.experiments.sweep.trials import Failed, Place, finished_record, gathered
+from sigsoftmax.experiments.sweep.trials import finish_trial, finished_record, gathered
 from sigsoftmax.lm.data.corpus_files import find
 from sigsoftmax.records import Environment, Record, store
 from sigsoftmax.records.durations import duration_text
@@ -72,8 +74,7 @@ def run(
             failures = _run_rest(config, trials, ended, lock, say, tell, progress)
         _gather(config, trials, ended, failures, say)
     if failures:
-        what = "1 trial" if len(failures) == 1 else f"{len(failures)} trials"
-        raise TrialsFailed(f"{what} of {len(trials)} failed; the same command tries again")
+        raise TrialsFailed(f"{_count(len(failures), 'trial')} of {len(trials)} failed; the same command tries again")
     return ended
 
 
@@ -91,7 +92,7 @@ def _run_rest(
     tell: Say,
     progress: Say,
 ) -> dict[Trial, str]:
-    """Adds to ``ended``; returns why the others did not."""
+    """Train what is left, add it to ``ended``, and return why the others failed."""
     failures = _without_text(config, [trial for trial in trials if trial not in ended])
     left = [trial for trial in trials if trial not in ended and trial not in failures]
     if not left and not ended:
@@ -111,15 +112,16 @@ def _run_rest(
         at_once = min(room, len(left), config.at_once or room)
         say(f"{len(left)} trials to go, {at_once} at once, each with {share} ({device}).")
         place = Place.here(
-            out=config.out,
+            witness=config.out / PLAN_FILE,
             data=config.data,
             device=device,
             precision=config.precision,
             threads=max(1, int(config.cpus_per_trial)),
             at_once=at_once,
         )
-        watch = _Watch(len(trials), ended, progress)
-        for trial, outcome in run_on_ray(ray, left, place, share, at_once=config.at_once, say=line, look=watch.look):
+        look = _Watch(len(trials), ended, progress)
+        executor = RayExecutor(ray=ray, place=place, share=share, at_once=config.at_once, say=line, look=look)
+        for trial, outcome in executor.run(left, finish_trial):
             if isinstance(outcome, Failed):
                 failures[trial] = outcome.reason
                 line(f"{trial.name}: failed: {outcome.reason}")
@@ -132,22 +134,21 @@ def _run_rest(
 def _without_text(config: SweepConfig, trials: Sequence[Trial]) -> dict[Trial, str]:
     """Trials whose text is not here; on a cluster it may be where they run."""
     missing: dict[str, str] = {}
-    for name in dict.fromkeys(trial.run.recipe.corpus for trial in trials):
+    for name in dict.fromkeys(trial.recipe.corpus for trial in trials):
         if config.address is None and (name, config.data) != ("language", None):
             try:
                 find(name, config.data)
             except ValueError as error:
                 missing[name] = str(error)
-    return {trial: missing[name] for trial in trials if (name := trial.run.recipe.corpus) in missing}
+    return {trial: missing[name] for trial in trials if (name := trial.recipe.corpus) in missing}
 
 
 def _device_and_share(config: SweepConfig, ray: Any) -> tuple[str, Share]:
     device, gpus = config.device, config.gpus_per_trial
-    if device is None and gpus is not None:
-        device = "cuda" if gpus else "cpu"
+    if device is None and gpus is None and config.address is None:
+        device = default_device()
     elif device is None:
-        has_gpu = bool(ray.cluster_resources().get("GPU"))
-        device = default_device() if config.address is None else "cuda" if has_gpu else "cpu"
+        device = "cuda" if (ray.cluster_resources().get("GPU") if gpus is None else gpus) else "cpu"
     if gpus is None:
         gpus = 1.0 if device == "cuda" else 0.0
     return device, Share(cpus=config.cpus_per_trial, gpus=gpus)
@@ -160,7 +161,7 @@ class _Watch:
         self._count, self._ended, self._progress = count, ended, progress
         self._began, self._shown = time.time(), 0.0
 
-    def look(self, running: Sequence[Trial]) -> None:
+    def __call__(self, running: Sequence[Trial]) -> None:
         if time.monotonic() - self._shown < SHOW_SECONDS:
             return
         self._shown = time.monotonic()
@@ -171,31 +172,26 @@ class _Watch:
         self._progress(("; ".join(parts) + more)[: shutil.get_terminal_size().columns - 1])
 
     def _active(self, trial: Trial) -> str | None:
-        done, is_active = epochs_done(trial), False
-        for one in trial.runs():
-            path = one.path / "records.jsonl"
-            is_active |= path.is_file() and path.stat().st_mtime >= self._began
-        return f"{trial.name}: {done} of {planned_epochs(trial)} epochs" if is_active else None
+        files = [run.records for run in trial.runs()]
+        is_active = any(path.is_file() and path.stat().st_mtime >= self._began for path in files)
+        return f"{trial.name}: {_epochs_text(trial)}" if is_active else None
 
 
-def epochs_done(trial: Trial) -> int:
-    """Lines and not records: whoever writes them may be in the middle of one."""
-    files = [one.path / "records.jsonl" for one in trial.runs()]
-    return sum(path.read_bytes().count(b"\n") for path in files if path.is_file())
-
-
-def planned_epochs(trial: Trial) -> int:
-    return sum(one.epochs for one in trial.runs())
+def _epochs_text(trial: Trial) -> str | None:
+    """The number of epochs that are done; None if there are none."""
+    files = [run.records for run in trial.runs()]
+    # Lines and not records: whoever writes them may be in the middle of one.
+    done = sum(path.read_bytes().count(b"\n") for path in files if path.is_file())
+    return f"{done} of {sum(run.epochs for run in trial.runs())} epochs" if done else None
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
 def _introduction(config: SweepConfig, trials: Sequence[Trial], ended: int) -> str:
-    points = len(dict.fromkeys(trial.point for trial in trials))
-    seeds = max(1, len(config.seeds))
+    points = len({trial.point for trial in trials})
     parts = [_count(len(config.recipes), "recipe"), *([_count(points, "point")] if points > 1 else [])]
-    parts.append(_count(seeds, "seed"))
+    parts.append(_count(max(1, len(config.seeds)), "seed"))
     before = f"; {ended} ended before" if ended else ""
     return (
         f"{_count(len(trials), 'trial')}: {' x '.join(parts)}{before}.\n"
@@ -209,18 +205,15 @@ def _count(number: int, what: str) -> str:
 
 def _listing(config: SweepConfig, trials: Sequence[Trial]) -> str:
     width = max(len(trial.name) for trial in trials)
-    lines, ended = [], 0
+    ended = _finished(trials, config)
+    lines = [f"{_count(len(trials), 'trial')}, {len(ended)} ended, in {config.out}:"]
     for trial in trials:
-        record = finished_record(trial, config.precision)
-        if record is not None:
-            ended += 1
-            state = f"ended, {duration_text(record.seconds)}"
-        elif done := epochs_done(trial):
-            state = f"begun, {done} of {planned_epochs(trial)} epochs"
-        else:
-            state = "to come"
+        epochs = _epochs_text(trial)
+        state = f"begun, {epochs}" if epochs else "to come"
+        if trial in ended:
+            state = f"ended, {duration_text(ended[trial].seconds)}"
         lines.append(f"  {trial.name:{width}}  {state}")
-    return "\n".join([f"{_count(len(trials), 'trial')}, {ended} ended, in {config.out}:", *lines])
+    return "\n".join(lines)
 
 
 def _gather(

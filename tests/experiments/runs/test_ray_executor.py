@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sigsoftmax.experiments.sweep import ray_executor as sweep_ray
-from sigsoftmax.experiments.sweep.ray_executor import (
+from sigsoftmax.experiments.runs import ray_executor
+from sigsoftmax.experiments.runs.ray_executor import (
     Share,
     check_ray,
     ray_folder,
@@ -20,7 +20,7 @@ LONG = "a-folder-of-a-sweep-with-a-name-that-is-rather-long"
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(sweep_ray, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_executor, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"a sweep needs ray and safetensors: pip install '\.\[sweep\]'"):
         check_ray()
 
@@ -34,17 +34,17 @@ def test_ray_stays_in_the_folder_of_the_sweep_where_sockets_have_room():
 
 
 def test_a_long_folder_is_replaced_by_a_short_one(tmp_path, monkeypatch):
-    folder = sweep_ray._make_folder(tmp_path / LONG)
+    folder = ray_executor._make_folder(tmp_path / LONG)
     try:
         assert folder.is_dir()
         assert folder.name.startswith("sigsoftmax-ray-")
-        assert len(str(folder)) + sweep_ray.SOCKET_NAME_LENGTH <= sweep_ray.SOCKET_PATH_LIMIT
+        assert len(str(folder)) + ray_executor.SOCKET_NAME_LENGTH <= ray_executor.SOCKET_PATH_LIMIT
         assert not (tmp_path / LONG).exists()
     finally:
         folder.rmdir()
-    monkeypatch.setattr(sweep_ray, "SOCKET_PATH_LIMIT", 60)
+    monkeypatch.setattr(ray_executor, "SOCKET_PATH_LIMIT", 60)
     with pytest.raises(ValueError, match=r"may have 60 bytes.*choose a shorter --out"):
-        sweep_ray._make_folder(tmp_path / LONG)
+        ray_executor._make_folder(tmp_path / LONG)
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
