@@ -40,11 +40,8 @@ def here(tmp_path, monkeypatch):
 def place_of(folder, **options):
     (folder / "runs").mkdir(exist_ok=True)
     (folder / "runs" / PLAN_FILE).write_text("{}")
-    text = small_resources(folder).data
-    place = Place.here(
-        witness=folder / "runs" / PLAN_FILE, data=text, device="cpu", precision="float32", threads=1, at_once=1
-    )
-    return dataclasses.replace(place, **options)
+    resources = {"data": small_resources(folder).data, "device": "cpu", "precision": "float32", "at_once": 1}
+    return Place.here(folder / "runs" / PLAN_FILE, threads=1, **resources | options)
 
 
 def trial_of(folder, *names, **options):
@@ -176,7 +173,7 @@ def test_whatever_a_trial_raises_is_a_reason(tmp_path):
     wild = trial_of(tmp_path, "tiny-sigsoftmax", changes=("training.learning_rate=1e30", "training.clip=1e30"))
     assert run_trial(wild, place).reason.startswith("the loss became")
     trial = trial_of(tmp_path)
-    assert "the corpus 'ptb' was not found" in run_trial(trial, dataclasses.replace(place, data=tmp_path)).reason
+    assert "the corpus 'ptb' was not found" in run_trial(trial, place_of(tmp_path, data=tmp_path)).reason
     elsewhere = dataclasses.replace(place, witness=tmp_path / "elsewhere" / PLAN_FILE)
     assert "a folder that all nodes share" in run_trial(trial, elsewhere).reason
 

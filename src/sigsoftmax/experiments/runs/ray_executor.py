@@ -240,29 +240,21 @@ class Place:
     """the folder in which the command was given"""
     arguments: tuple[str, ...]
     """the words of the command, for records"""
-    data: Path | None
     data_variable: str | None
     """the value of the environment variable that says where corpora are"""
-    device: str
-    precision: str
     threads: int
-    at_once: int
-    """number of runs that share a device or machine, for records"""
+    resources: Mapping[str, Any]
+    """fields of :class:`Resources`, which looks for the device and is therefore made by the worker"""
 
     @classmethod
-    def here(
-        cls, *, witness: Path, data: Path | None, device: str, precision: str, threads: int, at_once: int
-    ) -> Place:
+    def here(cls, witness: Path, *, threads: int, data: Path | None, **resources: Any) -> Place:
         return cls(
             witness=witness.absolute(),
             folder=Path.cwd(),
             arguments=tuple(sys.argv),
-            data=None if data is None else data.absolute(),
             data_variable=os.environ.get(DATA_VARIABLE),
-            device=device,
-            precision=precision,
             threads=threads,
-            at_once=at_once,
+            resources={"data": None if data is None else data.absolute(), **resources},
         )
 
     def settle(self) -> Resources:
@@ -274,13 +266,7 @@ class Place:
             os.environ[DATA_VARIABLE] = self.data_variable
         sys.argv = list(self.arguments)
         torch.set_num_threads(self.threads)
-        return Resources(
-            data=self.data,
-            device=self.device,
-            precision=self.precision,
-            at_once=self.at_once,
-            checkpoint_seconds=CHECKPOINT_SECONDS,
-        )
+        return Resources(checkpoint_seconds=CHECKPOINT_SECONDS, **self.resources)
 
 
 def work(run: R, after: After[R, T], place: Place) -> T | Failed:

@@ -77,6 +77,8 @@ class SweepConfig:
     data: Path | None = None
     """folder of a corpus; None: where ``sigsoftmax data fetch`` puts them"""
     precision: str = "float32"
+    evaluation_precision: str | None = None
+    """precision of validation and test; None: TF32 products on a GPU, float32 elsewhere"""
     device: str | None = None
     """of a trial, ``cpu`` or ``cuda``; None: a GPU where there is one"""
     address: str | None = None

@@ -112,10 +112,11 @@ def _run_rest(
         at_once = min(room, len(left), config.at_once or room)
         say(f"{len(left)} trials to go, {at_once} at once, each with {share} ({device}).")
         place = Place.here(
-            witness=config.out / PLAN_FILE,
+            config.out / PLAN_FILE,
             data=config.data,
             device=device,
             precision=config.precision,
+            evaluation_precision=config.evaluation_precision,
             threads=max(1, int(config.cpus_per_trial)),
             at_once=at_once,
         )
