@@ -20,6 +20,8 @@ from sigsoftmax.records.schemas.training import EpochRecord
 def config_of(line: Line) -> ReproduceConfig:
     command = line.command(Path("corpora"), minutes=27.0)
     arguments = _parser(command).parse_args(command)
+    # Of no consequence for the runs, and not every machine has the GPU that the queue asks for.
+    arguments.device = "cpu"
     return build(ReproduceConfig, arguments)
 
 
