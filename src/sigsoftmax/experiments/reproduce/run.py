@@ -21,7 +21,7 @@ from sigsoftmax.experiments.reproduce.time_budget import TimePlan, check_long_en
 from sigsoftmax.experiments.runs.dynamic import search_grid
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
 from sigsoftmax.experiments.runs.ranks import measure_rank
-from sigsoftmax.experiments.runs.run import Resources, Run, folder_name
+from sigsoftmax.experiments.runs.run import Resources, Run, planned_runs
 from sigsoftmax.experiments.runs.train import result_lines, train_and_evaluate
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus
@@ -80,9 +80,7 @@ class ReproduceConfig:
             raise ValueError(f"--first-seed must be at least 0, got {self.first_seed}")
         if self.setting is not None and self.setting not in SETTINGS:
             raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {self.setting!r}")
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"the output folder {self.out} is a file; choose another with --out")
-        self.recipes()
+        self.runs()
 
     @property
     def published(self) -> PublishedTable:
@@ -98,8 +96,7 @@ class ReproduceConfig:
         runs = []
         for chosen in self.recipes():
             first = chosen.seed if self.first_seed is None else self.first_seed
-            folder = self.out / folder_name(chosen.name)
-            runs += [Run(recipe=chosen, seed=s, folder=folder / str(s)) for s in range(first, first + self.seeds)]
+            runs += planned_runs([chosen], range(first, first + self.seeds), self.out)
         return runs
 
 
@@ -109,7 +106,11 @@ def run(config: ReproduceConfig, say: Say, progress: Say = lambda _: None, displ
     until = math.inf if config.minutes is None else began + usable_seconds(config.minutes)
     runs = config.runs()
     corpora = {name: config.resources.corpus(name) for name in {one.recipe.corpus for one in runs}}
-    times = _measured_times(config, corpora, progress)
+    times: dict[str, RunTimes] = {}
+    for chosen in config.recipes():
+        progress(f"measuring a few updates of {chosen.name}")
+        times[chosen.name] = measure_times(chosen, corpora[chosen.corpus], config.resources)
+    progress("")
     _say_plan(config, runs, corpora, times, say)
     stages = _Stages(config, corpora, times, until, say, progress)
     if config.minutes is not None:
@@ -130,16 +131,6 @@ def run(config: ReproduceConfig, say: Say, progress: Say = lambda _: None, displ
         say(paper_tables(records))
     if stages.failures:
         raise Diverged("; ".join(stages.failures))
-
-
-def _measured_times(config: ReproduceConfig, corpora: Mapping[str, Corpus], progress: Say) -> dict[str, RunTimes]:
-    """Seconds of the parts of a run, by the recipe's name."""
-    times = {}
-    for chosen in config.recipes():
-        progress(f"measuring a few updates of {chosen.name}")
-        times[chosen.name] = measure_times(chosen, corpora[chosen.corpus], config.resources)
-    progress("")
-    return times
 
 
 def _say_plan(
