@@ -16,6 +16,7 @@ from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
+from sigsoftmax.experiments.capacity import head_text, ruled
 from sigsoftmax.experiments.pictures import draw_bottleneck
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.schemas.capacity import CapacityResult
@@ -113,22 +114,16 @@ def table(results: Sequence[CapacityResult], width: int) -> str:
     second = ("", "context", "parameters", "bound", "measured", "the fit", "start", "perplexity", "equal KL", "(s)")
     curve = softmax_curve(results)
     rows = [header, second, *(_row(result, curve) for result in at_width(results, width))]
-    sizes = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(size) if column == 0 else cell.rjust(size) for column, (cell, size) in enumerate(cells))
-        for cells in (list(zip(row, sizes, strict=True)) for row in rows)
-    ]
-    rule = "-" * len(lines[0])
     notes = (
         "KL, in nats, is that of the best fit of the head itself; the worst start shows the optimiser's share.",
         "Rank measured: singular values of log Q of that fit above 0.5 sqrt(M + N + 1) sigma_max eps32.",
     )
-    return "\n".join([f"Width d = {width}", rule, *lines[:2], rule, *lines[2:], rule, *notes])
+    return "\n".join([f"Width d = {width}", *ruled(rows, headings=2), *notes])
 
 
 def _row(result: CapacityResult, curve: dict[int, float]) -> tuple[str, ...]:
     return (
-        _name(result),
+        head_text(result.head),
         str(result.numbers_per_context),
         f"{result.output_parameters:,}",
         str(result.rank_bound),
@@ -139,10 +134,6 @@ def _row(result: CapacityResult, curve: dict[int, float]) -> tuple[str, ...]:
         _width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve),
         f"{result.seconds:.1f}",
     )
-
-
-def _name(result: CapacityResult) -> str:
-    return result.head.replace("=0.0)", "=0)")
 
 
 def _width_text(width: float, curve: dict[int, float]) -> str:
@@ -161,11 +152,11 @@ def softmax_curve(results: Sequence[CapacityResult]) -> dict[int, float]:
     return {result.width: result.fitted_kl for result in results if result.head == "softmax"}
 
 
-# --- the words ------------------------------------------------------------------------------------------------------
+# --- the text -------------------------------------------------------------------------------------------------------
 
 
 def findings(results: Sequence[CapacityResult], width: int, log_rank: int) -> list[str]:
-    """What the numbers say, sentence by sentence; nothing here is known beforehand."""
+    """Sentences that follow from the numbers; nothing here is known beforehand."""
     here = {result.head: result for result in results if result.width == width}
     softmax = here["softmax"]
     curve = softmax_curve(results)
@@ -191,12 +182,10 @@ def _necessary(curve: dict[int, float], log_rank: int) -> str:
 def _sigsoftmax(softmax: CapacityResult, sigsoftmax: CapacityResult) -> str:
     gain = 1.0 - sigsoftmax.fitted_kl / softmax.fitted_kl
     ranks = f"numerical rank {sigsoftmax.rank} where softmax has {softmax.rank}"
-    limit = (
-        ""
-        if sigsoftmax.limit_kl is None
-        else f"\n  In the limit it reaches at most {sigsoftmax.limit_kl:.4f}, since it contains softmax there; the "
-        "fits did not go so far."
-    )
+    limit = ""
+    if sigsoftmax.limit_kl is not None:
+        limit = f"\n  In the limit it reaches at most {sigsoftmax.limit_kl:.4f}, since it contains softmax there; the "
+        limit += "fits did not go so far."
     if abs(gain) < EQUAL:
         return (
             f"- sigsoftmax has {ranks}, and the same KL within {abs(gain):.2%} "
@@ -210,7 +199,7 @@ def _others(softmax: CapacityResult, others: Sequence[CapacityResult], curve: di
     for result in sorted(others, key=lambda r: -r.fitted_kl):
         gain = 1.0 - result.fitted_kl / softmax.fitted_kl
         worth = _width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve)
-        parts.append(f"\n    {_name(result)}: {_change(gain)}, worth softmax of {worth}")
+        parts.append(f"\n    {head_text(result.head)}: {_change(gain)}, worth softmax of {worth}")
     caution = (
         "\n  A head that contains another goes on from its solution, and so is fitted longer: gaps of a few percent,"
         "\n  as between MoS and MoSS, may be the optimiser's."

@@ -22,6 +22,7 @@ from sigsoftmax.terminal import above_bars, clear_line, console
 
 __all__ = [
     "Display",
+    "Pace",
     "RunPlan",
     "Watcher",
     "WholeLine",
@@ -40,6 +41,20 @@ WHOLE_SECONDS = 10.0
 """between two lines about all runs, in a file"""
 FORETELLS = 0.2
 """share of the work after which the time it took foretells the rest, and the plan no longer does"""
+
+
+class Pace:
+    """Tells when the next of many lines is due: so many seconds after the last."""
+
+    def __init__(self, seconds: float, *, last: float = -math.inf) -> None:
+        self._seconds, self._last = seconds, last
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
 
 
 class Watcher(Protocol):
@@ -172,7 +187,7 @@ class ChangingLine(PlainLines):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._drawn = -math.inf
+        self._pace = Pace(REFRESH_SECONDS)
 
     def __exit__(self, *error: object) -> None:
         clear_line(self._stream)
@@ -180,8 +195,7 @@ class ChangingLine(PlainLines):
     def watch(self, run: Run, progress: Progress) -> None:
         if progress.record is not None:
             super().watch(run, progress)
-        elif time.monotonic() - self._drawn >= REFRESH_SECONDS:
-            self._drawn = time.monotonic()
+        elif self._pace.is_due():
             _redraw(self._stream, f"{run.name}: {update_line(progress)}")
 
     def note(self, text: str) -> None:
@@ -221,7 +235,7 @@ class RichBars(Display):
             redirect_stderr=False,
         )
         self._tasks: dict[Run, Any] = {}
-        self._drawn: dict[Run, float] = defaultdict(lambda: -math.inf)
+        self._paces: dict[Run, Pace] = defaultdict(lambda: Pace(REFRESH_SECONDS))
         self._forecast = Forecast()
         self._open = ExitStack()
 
@@ -234,10 +248,8 @@ class RichBars(Display):
         self._open.close()
 
     def watch(self, run: Run, progress: Progress) -> None:
-        now = time.monotonic()
-        if progress.record is None and now - self._drawn[run] < REFRESH_SECONDS:
+        if not self._paces[run].is_due() and progress.record is None:
             return
-        self._drawn[run] = now
         left = self._forecast.seconds_left(run, progress)
         fields: dict[str, Any] = {
             "completed": progress.epoch - 1 + progress.row / progress.rows,
@@ -293,10 +305,11 @@ class WholeLine(Display):
         self._left = {run: plan.seconds for run, plan in plans.items()}
         self._open = set(plans)
         self._notes: set[str] = set()
-        self._began = self._drawn = time.monotonic()
+        self.__enter__()
 
     def __enter__(self) -> Self:
-        self._began = self._drawn = time.monotonic()
+        self._began = time.monotonic()
+        self._pace = Pace(self._rest, last=self._began)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -341,14 +354,11 @@ class WholeLine(Display):
         return f"{done:.0%} done, {len(runs - going)} of {len(runs)} runs ended, about {duration_text(left)} left"
 
     def _draw(self) -> None:
-        now = time.monotonic()
-        if now - self._drawn < self._rest:
-            return
-        self._drawn = now
-        if self._changes:
-            _redraw(self._stream, self.line)
-        else:
-            self.note(self.line)
+        if self._pace.is_due():
+            if self._changes:
+                _redraw(self._stream, self.line)
+            else:
+                self.note(self.line)
 
 
 def watching(display: Display, *watchers: Watcher) -> Callable[[Run, Progress], None]:

@@ -28,7 +28,7 @@ from sigsoftmax.lm.model.memory import check_model_fits
 from sigsoftmax.lm.training.evaluation import WINDOW, Evaluator
 from sigsoftmax.lm.training.optimization import AveragedSgd
 from sigsoftmax.lm.training.precision import check_precision, resolve_evaluation_precision
-from sigsoftmax.lm.training.trainer import resolve_device
+from sigsoftmax.lm.training.trainer import Phase, resolve_device
 from sigsoftmax.lm.training.updates import Updater
 
 __all__ = ["EpochTimes", "RunTimes", "measure_epochs", "measure_times"]
@@ -64,6 +64,9 @@ class EpochTimes:
 
     train: float
     finetune: float
+
+    def of(self, phase: Phase) -> float:
+        return self.train if phase == "train" else self.finetune
 
 
 @dataclass(frozen=True, kw_only=True)

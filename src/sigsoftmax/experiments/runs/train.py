@@ -102,9 +102,9 @@ def seeds_table(trained: Trained) -> str:
     width = max(map(len, recipes))
     lines = ["Perplexity, mean ± standard deviation over seeds:"]
     for name, seeds in recipes.items():
-        cells = []
+        cells = [f"  {name:{width}}", f"n = {len(seeds)}"]
         for kinds in zip(*seeds, strict=True):
             sample = Sample.of([evaluation.perplexity for evaluation in kinds])
             cells.append(f"{kinds[0].split} (batch {kinds[0].batch}) {sample_text(sample)}")
-        lines.append(f"  {name:{width}}  n = {len(seeds)}  {'  '.join(cells)}")
+        lines.append("  ".join(cells))
     return "\n".join(lines)

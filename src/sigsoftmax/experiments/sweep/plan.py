@@ -1,4 +1,4 @@
-"""What a sweep consists of: recipes x alternatives of fields x seeds, each a trial in a folder of its own.
+"""The plan of a sweep: recipes x alternatives of fields x seeds, each a trial in a folder of its own.
 
 A change with several alternatives, ``training.learning_rate=20,30``, is an axis of the grid; any other change holds for
 all trials. A field that is itself a list takes its alternatives in brackets: ``model.hidden=(64,12),(32,12)``.
@@ -24,7 +24,7 @@ from sigsoftmax.lm.training.trainer import Phase
 __all__ = ["Axis", "Point", "SweepConfig", "Trial", "alternatives", "axes_of", "binding_fields"]
 
 LONGEST_NAME = 120
-"""of a folder, in bytes: file systems end at 255, and what lies inside has a name too"""
+"""bytes of a folder's name: file systems end at 255, and what lies inside has a name too"""
 
 Point = tuple[str, ...]
 """one alternative of each axis, as ``training.learning_rate=20``"""
@@ -53,7 +53,7 @@ class Trial(Run):
 
 @dataclass(frozen=True)
 class Axis:
-    """A field and what it is set to in turn."""
+    """A field and the values that it is set to in turn."""
 
     field: str
     changes: tuple[str, ...]
@@ -72,7 +72,7 @@ class SweepConfig:
     baseline: tuple[str, ...] = ()
     """a recipe, or alternatives such as ``training.learning_rate=20``, or both; none: softmax if it is there"""
     confidence: float = 0.95
-    """of the intervals"""
+    """confidence of the intervals"""
     out: Path = Path("runs/sweep")
     data: Path | None = None
     """folder of a corpus; None: where ``sigsoftmax data fetch`` puts them"""
@@ -80,9 +80,9 @@ class SweepConfig:
     evaluation_precision: str | None = None
     """precision of validation and test; None: TF32 products on a GPU, float32 elsewhere"""
     device: str | None = None
-    """of a trial, ``cpu`` or ``cuda``; None: a GPU where there is one"""
+    """device of a trial, ``cpu`` or ``cuda``; None: a GPU where there is one"""
     address: str | None = None
-    """of a Ray cluster, or ``auto``; None: a Ray of its own on this machine"""
+    """address of a Ray cluster, or ``auto``; None: a Ray of its own on this machine"""
     cpus_per_trial: float = 1
     gpus_per_trial: float | None = None
     """share of a GPU; None: a whole one where a trial has one"""
@@ -127,11 +127,9 @@ class SweepConfig:
         trials: list[Trial] = []
         for base, point in itertools.product(self.recipes, points):
             chosen = with_overrides(base, [*fixed, *point])
-            phases: tuple[Phase, ...] = ("train",)
-            if self.finetune or not chosen.finetuning.stop_when_stale:
-                phases = ("train", "finetune")
-            folder = self.out / point_folder(point) if point else self.out
-            runs = planned_runs([chosen], self.seeds, folder)
+            is_finetuned = self.finetune or not chosen.finetuning.stop_when_stale
+            phases: tuple[Phase, ...] = ("train", "finetune") if is_finetuned else ("train",)
+            runs = planned_runs([chosen], self.seeds, self.out / point_folder(point))
             trials += [Trial(**vars(run), point=point, phases=phases) for run in runs]
         _check_distinct(trials)
         return trials
@@ -139,24 +137,23 @@ class SweepConfig:
     def baseline_choice(self) -> tuple[str | None, Mapping[str, str]]:
         """The recipe of the baseline and its alternatives by field; whatever they leave open is as in the other."""
         names = [chosen.name for chosen in self.recipes]
-        axes = {axis.field: axis for axis in self.axes()}
+        axes = self.axes()
+        if not self.baseline and len(names) == 1:
+            return None, {axis.field: axis.changes[0] for axis in axes}
         if not self.baseline:
-            if len(names) == 1:
-                return None, {field: axis.changes[0] for field, axis in axes.items()}
             plain = [chosen.name for chosen in self.recipes if chosen.model.head == str(Head.parse("softmax"))]
             return (plain or names)[0], {}
+        field_of = {change: axis.field for axis in axes for change in axis.changes}
         recipe, fields = None, dict[str, str]()
         for word in self.baseline:
-            field = word.partition("=")[0].strip()
             if word in names and recipe is None:
                 recipe = word
-            elif field in axes and word in axes[field].changes and field not in fields:
-                fields[field] = word
+            elif word in field_of and field_of[word] not in fields:
+                fields[field_of[word]] = word
             else:
-                choices = [*names, *(change for axis in axes.values() for change in axis.changes)]
                 raise ValueError(
                     f"the baseline must be a recipe of the sweep, one alternative of a field, or both; got {word!r} "
-                    f"among {', '.join(self.baseline)}; there are {', '.join(choices)}"
+                    f"among {', '.join(self.baseline)}; there are {', '.join([*names, *field_of])}"
                 )
         return recipe, fields
 
@@ -185,12 +182,12 @@ def binding_fields(recipe: Recipe) -> dict[str, Any]:
 
 def axes_of(changes: Iterable[str]) -> tuple[Axis, ...]:
     """The changes that have several alternatives."""
-    axes = [
-        Axis(change.partition("=")[0].strip(), found) for change in changes if len(found := alternatives(change)) > 1
-    ]
-    for axis in axes:
+    axes = []
+    for change in changes:
+        axis = Axis(change.partition("=")[0].strip(), alternatives(change))
         if len(set(axis.changes)) < len(axis.changes):
             raise ValueError(f"the alternatives of {axis.field} must differ, got {', '.join(axis.changes)}")
+        axes += [axis] if len(axis.changes) > 1 else []
     return tuple(axes)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sigsoftmax.experiments.display import Pace
 from sigsoftmax.experiments.runs.executors import Failed
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.ray_executor import (
@@ -160,12 +161,11 @@ class _Watch:
 
     def __init__(self, count: int, ended: dict[Trial, TrialRecord], progress: Say) -> None:
         self._count, self._ended, self._progress = count, ended, progress
-        self._began, self._shown = time.time(), 0.0
+        self._began, self._pace = time.time(), Pace(SHOW_SECONDS)
 
     def __call__(self, running: Sequence[Trial]) -> None:
-        if time.monotonic() - self._shown < SHOW_SECONDS:
+        if not self._pace.is_due():
             return
-        self._shown = time.monotonic()
         active = [text for trial in running if (text := self._active(trial))]
         more = f" and {len(active) - SHOWN_TRIALS} more" if len(active) > SHOWN_TRIALS else ""
         parts = [f"{len(self._ended)} of {self._count} trials ended", *active[:SHOWN_TRIALS]]
