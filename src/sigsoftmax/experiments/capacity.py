@@ -17,7 +17,9 @@ from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves,
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
+from sigsoftmax.experiments.display import Say
 from sigsoftmax.experiments.distribution_sources import open_distributions
+from sigsoftmax.experiments.runs.run import check_out
 from sigsoftmax.family.heads import Head
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.durations import duration_text
@@ -25,8 +27,6 @@ from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.synthetic import Weighting
 
 __all__ = ["CapacityToolConfig", "head_text", "ruled", "run", "table"]
-
-Say = Callable[[str], None]
 
 LANGUAGE = "of_rank(contexts=400, words=200, rank=100)"
 HEADS = (
@@ -74,8 +74,7 @@ class CapacityToolConfig:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         if self.weights not in ("uniform", "stationary"):
             raise ValueError(f"weights must be 'uniform' or 'stationary', got {self.weights!r}")
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"the output folder {self.out} is a file; choose another with --out")
+        check_out(self.out)
         self.capacity()
 
     def capacity(self) -> CapacityConfig:

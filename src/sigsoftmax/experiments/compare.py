@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -21,17 +21,24 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.spectrum.streaming import streamed_spectrum
-from sigsoftmax.experiments.display import RunPlan, WholeLine
+from sigsoftmax.experiments.display import RunPlan, Say, WholeLine, counted
 from sigsoftmax.experiments.reproduce.run_times import EpochTimes, measure_epochs
 from sigsoftmax.experiments.runs.executors import After, train_runs
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.ranks import log_output_blocks
-from sigsoftmax.experiments.runs.run import Resources, Run, epoch_records, folder_name, payloads, planned_runs
+from sigsoftmax.experiments.runs.run import (
+    Resources,
+    Run,
+    check_setting,
+    epoch_records,
+    folder_name,
+    payloads,
+    planned_runs,
+)
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.recipes import recipe, with_overrides, written_changes
-from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.saved_models import load_model
 from sigsoftmax.lm.training.trainer import Diverged, resolve_device
@@ -46,7 +53,6 @@ from sigsoftmax.synthetic import batch_means
 
 __all__ = ["HEADS", "CompareConfig", "ComparedRun", "run"]
 
-Say = Callable[[str], None]
 T = TypeVar("T")
 
 HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "gss-0.2", "gss-0", "mos", "moss")
@@ -84,8 +90,7 @@ class CompareConfig:
     def __post_init__(self) -> None:
         if not self.seeds:
             raise ValueError("a comparison needs at least one seed")
-        if self.setting is not None and self.setting not in SETTINGS:
-            raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {self.setting!r}")
+        check_setting(self.setting)
         if any(change.strip().startswith(("model.head", "corpus")) for change in self.changes):
             raise ValueError("heads are chosen with --heads and the text with --data; leave them out of the changes")
         self.recipes()
@@ -198,8 +203,7 @@ def _write(config: CompareConfig, results: list[ComparedRun], say: Say) -> None:
 def _say(comparison: Comparison, own: list[ComparisonRecord], say: Say) -> None:
     earlier = sum(record not in own for record in comparison.records)
     if earlier:
-        runs = "1 run" if earlier == 1 else f"{earlier} runs"
-        say(f"With {runs} of earlier comparisons in this folder under the same budget.")
+        say(f"With {counted(earlier, 'run')} of earlier comparisons in this folder under the same budget.")
     say(comparison.ranking.table().to_text())
     say(comparison.details().to_text())
     said = [*verdict(comparison.ranking), *comparison.findings()]
@@ -222,13 +226,12 @@ def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str
             f"{corpus.train.numel():,} words sampled from a language of known truth ({language.description}; "
             f"{language.num_contexts} contexts, {language.num_words} words, log P of rank {language.log_rank})"
         )
-    seeds = f"{len(config.seeds)} seed{'s' if len(config.seeds) > 1 else ''}"
     width = recipes[0].model.embedding
     epochs = f"{runs[0].epochs} epochs"
     if _is_finetuned(recipes[0]):
         epochs += f" and {runs[0].finetuning().epochs} with averaged weights"
     return (
-        f"{len(recipes)} heads, {seeds}, {epochs} each, width {width}; {text}.\n"
+        f"{len(recipes)} heads, {counted(len(config.seeds), 'seed')}, {epochs} each, width {width}; {text}.\n"
         f"Runs are kept in {config.out}: the same command goes on where it was stopped."
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +17,14 @@ from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
 from sigsoftmax.experiments.capacity import head_text, ruled
+from sigsoftmax.experiments.display import Say
 from sigsoftmax.experiments.pictures import draw_bottleneck
+from sigsoftmax.experiments.runs.run import check_out
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.synthetic import Language
 
 __all__ = ["DemoConfig", "run"]
-
-Say = Callable[[str], None]
 
 HEADS = ("softmax", "sigsoftmax", "shifted_sigsoftmax(b=per_class)", "gss(k=0.2)", "gss(k=0)", "mos(K=4)", "moss(K=4)")
 FLOOR = 1e-4
@@ -46,8 +46,7 @@ class DemoConfig:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"the output folder {self.out} is a file; choose another with --out")
+        check_out(self.out)
 
     @property
     def width(self) -> int:

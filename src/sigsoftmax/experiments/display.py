@@ -24,12 +24,17 @@ __all__ = [
     "Display",
     "Pace",
     "RunPlan",
+    "Say",
     "Watcher",
     "WholeLine",
+    "counted",
     "make_display",
     "perplexity_text",
     "watching",
 ]
+
+Say = Callable[[str], None]
+"""Prints a line or a paragraph"""
 
 REMEMBERED_EPOCHS = 5
 """number of last epochs whose mean length foretells the rest"""
@@ -94,6 +99,11 @@ def make_display(stream: TextIO | None = None, *, rest: float = 0.0) -> Display:
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
+
+
+def counted(number: float, what: str) -> str:
+    """``1 seed`` or ``3 seeds``."""
+    return f"{number:g} {what}{'' if number == 1 else 's'}"
 
 
 def perplexity_text(loss: float) -> str:

@@ -170,16 +170,20 @@ def _kl_curves(axes: Axes, results: Sequence[CapacityResult], width: int) -> Non
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(KL_SHOWN, highest * 1.4)
-    ticks = sorted(shared)
-    crowded = {tick for tick, following in itertools.pairwise(ticks) if following < 1.4 * tick}
-    axes.set_xticks(ticks, ["" if tick in crowded else str(tick) for tick in ticks])
-    axes.minorticks_off()
+    _label_widths(axes, sorted(shared))
     axes.set_xlabel("width d")
     axes.set_ylabel("KL of the fit to the truth (nats)")
     axes.set_title("Loss: sigsoftmax lies on softmax" if _coincide(results) else "Loss: best fit, shaded to the worst")
     for look in looks.values():
         axes.plot([], [], color=look.color, linestyle=look.line, linewidth=look.size, label=look.label)
     axes.legend(loc="lower left", frameon=False, fontsize=9.5)
+
+
+def _label_widths(axes: Axes, widths: Sequence[int]) -> None:
+    """Ticks at the widths; of those that lie close together the last has a label."""
+    crowded = {width for width, following in itertools.pairwise(widths) if following < 1.4 * width}
+    axes.set_xticks(widths, ["" if width in crowded else str(width) for width in widths])
+    axes.minorticks_off()
 
 
 def _coincide(results: Sequence[CapacityResult], *, within: float = 0.01) -> bool:

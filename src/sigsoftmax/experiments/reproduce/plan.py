@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sigsoftmax.experiments.display import counted
 from sigsoftmax.experiments.reproduce.run_times import RunTimes
 from sigsoftmax.experiments.runs import evaluate
 from sigsoftmax.experiments.runs.dynamic import known_runs
@@ -123,8 +124,8 @@ def describe_plan(
         parts = [f"training {training} ({epochs[name]} epochs of {duration_text(own.train_epoch)})"]
         parts.append(f"finetuning {_range(seeds)}")
         if "dynamic evaluation" in steps:
-            points = f"{own.dynamic_points} point{'s' if own.dynamic_points > 1 else ''}"
-            parts.append(f"dynamic evaluation {duration_text(sum(one.dynamic for one in seeds))} ({points})")
+            dynamic = duration_text(sum(one.dynamic for one in seeds))
+            parts.append(f"dynamic evaluation {dynamic} ({counted(own.dynamic_points, 'point')})")
         if "ranks" in steps:
             parts.append(f"ranks {duration_text(sum(one.rank for one in seeds))}")
         lines.append(f"  {name:{width}}  {', '.join(parts)}")

@@ -9,24 +9,23 @@ from __future__ import annotations
 import difflib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sigsoftmax.analysis.progress import Progress
-from sigsoftmax.experiments.display import Display, Pace, make_display
+from sigsoftmax.experiments.display import Display, Pace, Say, make_display
 from sigsoftmax.experiments.reproduce.plan import Left, Step, describe_plan, power_lines, steps_of
 from sigsoftmax.experiments.reproduce.run_times import RunTimes, measure_times
 from sigsoftmax.experiments.reproduce.time_budget import TimePlan, check_long_enough, narrowed, usable_seconds
 from sigsoftmax.experiments.runs.dynamic import search_grid
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
 from sigsoftmax.experiments.runs.ranks import measure_rank
-from sigsoftmax.experiments.runs.run import Resources, Run, planned_runs
+from sigsoftmax.experiments.runs.run import Resources, Run, check_setting, planned_runs
 from sigsoftmax.experiments.runs.train import result_lines, train_and_evaluate
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.recipes import recipe, with_overrides
-from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.lm.training.interruption import OutOfTime
 from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.lm.training.trainer import Progress as TrainingProgress
@@ -36,8 +35,6 @@ from sigsoftmax.records.published.paper import PublishedTable
 from sigsoftmax.report import paper_tables
 
 __all__ = ["TABLES", "ReproduceConfig", "run"]
-
-Say = Callable[[str], None]
 
 TABLES = {f"table{table.number}": table for table in paper.TABLES}
 SETTING_OF_CORPUS = {"ptb": "ptb", "wikitext-2": "wt2"}
@@ -78,8 +75,7 @@ class ReproduceConfig:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
         if self.first_seed is not None and self.first_seed < 0:
             raise ValueError(f"--first-seed must be at least 0, got {self.first_seed}")
-        if self.setting is not None and self.setting not in SETTINGS:
-            raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {self.setting!r}")
+        check_setting(self.setting)
         self.runs()
 
     @property

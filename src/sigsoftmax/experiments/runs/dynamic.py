@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sigsoftmax.experiments.display import Pace, perplexity_text
+from sigsoftmax.experiments.display import Pace, Say, counted, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, checkpoint_file, payloads, run_folder, text_of
 from sigsoftmax.lm.config import DynamicEvaluationConfig
@@ -24,8 +23,6 @@ __all__ = ["DynamicConfig", "known_runs", "run", "search_grid"]
 
 FILE = "dynamic.jsonl"
 SHOW_SECONDS = 1.0
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +92,8 @@ def search_grid(
         known, points = known_runs(checkpoint), len(grid(subject.settings))
         model_run = subject.loaded.run
         say(
-            f"Dynamic evaluation of {model_run.recipe}, seed {model_run.seed}: {points} point"
-            f"{'s' if points > 1 else ''} on validation, then test"
-            + (f"; {len(known)} runs are on record in {subject.records}." if known else ".")
+            f"Dynamic evaluation of {model_run.recipe}, seed {model_run.seed}: {counted(points, 'point')} on "
+            "validation, then test" + (f"; {len(known)} runs are on record in {subject.records}." if known else ".")
         )
 
         def keep(result: DynamicEvaluation) -> None:

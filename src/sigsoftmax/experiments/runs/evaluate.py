@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sigsoftmax.experiments.display import perplexity_text
+from sigsoftmax.experiments.display import Say, counted, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, Run, checkpoint_file, payloads, run_folder, text_of
 from sigsoftmax.lm.config import Precision
@@ -24,8 +24,6 @@ __all__ = ["EvaluateConfig", "evaluate_best", "evaluation_line", "run"]
 
 FILE = "evaluations.jsonl"
 """beside the checkpoint; a run's own records are cut back when it is resumed"""
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +93,10 @@ def _keep(path: Path, record: EvaluationRecord, resources: Resources) -> None:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    columns = f"{record.batch} column{'s' if record.batch > 1 else ''}"
+    text = f"{record.tokens:,} tokens in {counted(record.batch, 'column')}, {record.precision}"
     return (
         f"{record.split:5}  perplexity {perplexity_text(record.loss):>9}  loss {record.loss:.4f}  "
-        f"({record.tokens:,} tokens in {columns}, {record.precision}; over rows, as published scripts report it: "
-        f"{perplexity_text(record.loss_over_rows)})"
+        f"({text}; over rows, as published scripts report it: {perplexity_text(record.loss_over_rows)})"
     )
 
 

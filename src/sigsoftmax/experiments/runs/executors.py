@@ -226,21 +226,20 @@ class InProcesses(_Local):
                 # They save, and take no further run.
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                while any(future.running() for future in futures):
-                    while not told.empty():
-                        told.get()
-                    time.sleep(LOOK_SECONDS)
+                diverged = _diverged_at_end(list(futures), told)
                 if isinstance(error, KeyboardInterrupt):
-                    raise KeyboardInterrupt(*_divergences(futures)) from None
+                    raise KeyboardInterrupt(*diverged) from None
                 raise
 
 
-def _divergences(futures: dict[Future[T], R]) -> Iterator[str]:
-    """What is to be said of runs that could not be saved any more when they were asked to stop."""
-    for future in futures:
-        error = future.exception() if future.done() and not future.cancelled() else None
-        if isinstance(error, Diverged):
-            yield str(error)
+def _diverged_at_end(futures: Sequence[Future[Any]], told: Any) -> list[str]:
+    """Wait for processes that were asked to stop; returns the errors of runs that could not be saved any more."""
+    while any(future.running() for future in futures):
+        while not told.empty():
+            told.get()
+        time.sleep(LOOK_SECONDS)
+    errors = [future.exception() for future in futures if future.done() and not future.cancelled()]
+    return [str(error) for error in errors if isinstance(error, Diverged)]
 
 
 _worker: tuple[Resources, Any, Any, Callable[[str], Corpus]] | None = None

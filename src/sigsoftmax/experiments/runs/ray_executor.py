@@ -34,6 +34,7 @@ from typing import Any, TextIO, cast
 import torch
 
 from sigsoftmax._version import install_extra
+from sigsoftmax.experiments.display import counted
 from sigsoftmax.experiments.runs.executors import After, Failed, R, T, train_alone
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources
@@ -91,8 +92,7 @@ class Share:
     gpus: float
 
     def __str__(self) -> str:
-        gpus = f" and {self.gpus:g} GPU" if self.gpus else ""
-        return f"{self.cpus:g} CPU{'s' if self.cpus != 1 else ''}{gpus}"
+        return counted(self.cpus, "CPU") + (f" and {self.gpus:g} GPU" if self.gpus else "")
 
     def fits(self, resources: dict[str, float]) -> int:
         """The number of trials that a machine with these resources can run at the same time."""

@@ -15,6 +15,7 @@ from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.corpus_files import PUBLISHED
 from sigsoftmax.lm.parallel.alone import KINDS, Kind
 from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
+from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision
 from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import Phase, Trainer, resolve_device
@@ -24,6 +25,8 @@ from sigsoftmax.records.schemas.training import EpochRecord
 __all__ = [
     "Resources",
     "Run",
+    "check_out",
+    "check_setting",
     "checkpoint_file",
     "chosen_recipes",
     "default_device",
@@ -160,13 +163,22 @@ def planned_runs(recipes: Iterable[Recipe], seeds: Sequence[int], out: Path) -> 
         raise ValueError(f"seeds must differ, got {', '.join(map(str, seeds))}")
     if any(not 0 <= seed < 2**32 for seed in seeds):
         raise ValueError(f"seeds must be between 0 and 2**32 - 1, got {', '.join(map(str, seeds))}")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"the output folder {out} is a file; choose another with --out")
+    check_out(out)
     return [
         Run(recipe=chosen, seed=seed, folder=out / folder_name(chosen.name) / str(seed))
         for chosen in recipes
         for seed in (seeds or (chosen.seed,))
     ]
+
+
+def check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"the output folder {out} is a file; choose another with --out")
+
+
+def check_setting(setting: str | None) -> None:
+    if setting is not None and setting not in SETTINGS:
+        raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {setting!r}")
 
 
 def folder_name(name: str) -> str:

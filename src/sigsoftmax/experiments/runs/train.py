@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sigsoftmax.experiments.display import Display, Watcher, make_display, watching
+from sigsoftmax.experiments.display import Display, Say, Watcher, make_display, watching
 from sigsoftmax.experiments.runs.distributed_launch import joined
 from sigsoftmax.experiments.runs.evaluate import evaluate_best, evaluation_line
 from sigsoftmax.experiments.runs.executors import train_runs
@@ -20,7 +20,6 @@ from sigsoftmax.report.tables import sample_text
 
 __all__ = ["FinetuneConfig", "TrainConfig", "Trained", "finetune", "result_lines", "run", "train_and_evaluate"]
 
-Say = Callable[[str], None]
 Trained = dict[Run, list[EvaluationRecord]]
 
 

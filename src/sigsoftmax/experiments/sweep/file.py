@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sigsoftmax.experiments.runs.run import chosen_recipes
+from sigsoftmax.experiments.runs.run import check_setting, chosen_recipes
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.recipes import read_toml
-from sigsoftmax.lm.settings import SETTINGS
 
 __all__ = ["AskedSweep", "read_sweep_file", "with_file"]
 
@@ -29,8 +28,7 @@ class AskedSweep:
 
     def chosen_recipes(self, data: Path | None) -> tuple[Recipe, ...]:
         """Recipes by name, and heads in their setting: the embedded language, or ``tiny`` where a text is given."""
-        if self.setting is not None and self.setting not in SETTINGS:
-            raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {self.setting!r}")
+        check_setting(self.setting)
         if self.setting is not None and not self.heads:
             raise ValueError("the setting is that of --heads; a recipe's name has its own, as tiny-softmax")
         setting = self.setting or ("language" if data is None else "tiny")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from sigsoftmax.experiments.display import Pace
+from sigsoftmax.experiments.display import Pace, Say, counted
 from sigsoftmax.experiments.runs.executors import Failed
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.ray_executor import (
@@ -39,8 +39,6 @@ __all__ = ["SweepConfig", "TrialsFailed", "run"]
 RECORDS_FILE = "sweep.jsonl"
 SHOW_SECONDS = 1.0
 SHOWN_TRIALS = 3
-
-Say = Callable[[str], None]
 
 
 class TrialsFailed(OSError):
@@ -75,7 +73,7 @@ def run(
             failures = _run_rest(config, trials, ended, lock, say, tell, progress)
         _gather(config, trials, ended, failures, say)
     if failures:
-        raise TrialsFailed(f"{_count(len(failures), 'trial')} of {len(trials)} failed; the same command tries again")
+        raise TrialsFailed(f"{counted(len(failures), 'trial')} of {len(trials)} failed; the same command tries again")
     return ended
 
 
@@ -191,23 +189,19 @@ def _epochs_text(trial: Trial) -> str | None:
 
 def _introduction(config: SweepConfig, trials: Sequence[Trial], ended: int) -> str:
     points = len({trial.point for trial in trials})
-    parts = [_count(len(config.recipes), "recipe"), *([_count(points, "point")] if points > 1 else [])]
-    parts.append(_count(max(1, len(config.seeds)), "seed"))
+    parts = [counted(len(config.recipes), "recipe"), *([counted(points, "point")] if points > 1 else [])]
+    parts.append(counted(max(1, len(config.seeds)), "seed"))
     before = f"; {ended} ended before" if ended else ""
     return (
-        f"{_count(len(trials), 'trial')}: {' x '.join(parts)}{before}.\n"
+        f"{counted(len(trials), 'trial')}: {' x '.join(parts)}{before}.\n"
         f"Trials are kept in {config.out}: the same command goes on where it was stopped."
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _listing(config: SweepConfig, trials: Sequence[Trial]) -> str:
     width = max(len(trial.name) for trial in trials)
     ended = _finished(trials, config)
-    lines = [f"{_count(len(trials), 'trial')}, {len(ended)} ended, in {config.out}:"]
+    lines = [f"{counted(len(trials), 'trial')}, {len(ended)} ended, in {config.out}:"]
     for trial in trials:
         epochs = _epochs_text(trial)
         state = f"begun, {epochs}" if epochs else "to come"
@@ -230,4 +224,4 @@ def _gather(
     records = gathered(trial for trial in trials if trial in ended)
     store(path, [*records, *(Record.of(found, here) for found in differences(groups, config))])
     say(results_table(groups, failures, config))
-    say(f"Records of {_count(len(ended), 'trial')}: {path}\nA page of all: sigsoftmax report {shlex.quote(str(path))}")
+    say(f"Records of {counted(len(ended), 'trial')}: {path}\nA page of all: sigsoftmax report {shlex.quote(str(path))}")
