@@ -25,8 +25,8 @@ def _parser(given: Sequence[str]) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"sigsoftmax {__version__}")
-    parsers = add_verbs(parser, (*studies.VERBS, *language_models.VERBS))
-    for one in (parser, *parsers.values()):
+    parsers = {"": parser, **add_verbs(parser, (*studies.VERBS, *language_models.VERBS))}
+    for one in parsers.values():
         one.given, one.all_parsers = given, parsers
     return parser
 

@@ -1,4 +1,4 @@
-"""What all verbs share: how they are declared, what they print, and how a misspelt word is answered.
+"""Everything that verbs share: their declaration, printing, and the answer to a misspelt word.
 
 An option stands for a field of a verb's configuration, whose type says how it is read and whose default the help shows.
 Configurations are imported when a verb is used: most verbs would import what they do not need.
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     given: Sequence[str] = ()
     """the words of the command line"""
     all_parsers: Mapping[str, Parser] = {}
-    """the parsers of all verbs, by name"""
+    """the parser of the program and those of all verbs, by name"""
     declare: Callable[[Parser], None] | None = None
     """adds arguments and options as soon as they are asked for"""
 

@@ -78,7 +78,7 @@ class CompareConfig:
     heads: tuple[str, ...] = ()
     """as recipes name them; none: a choice"""
     setting: str | None = None
-    """of the recipes: None is ``language``, or ``tiny`` where a text is given"""
+    """setting of the recipes; None: ``language``, or ``tiny`` where a text is given"""
     changes: tuple[str, ...] = ()
     """to every recipe alike, as ``training.epochs=20``"""
     seeds: tuple[int, ...] = (1,)

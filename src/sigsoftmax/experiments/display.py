@@ -1,4 +1,4 @@
-"""What a person sees of runs while they train: bars with rich, one changing line without it, lines in a file.
+"""Displays of runs while they train: bars with rich, one changing line without it, lines in a file.
 
 All of it goes to the error stream, so that the output holds results alone.
 """
@@ -87,11 +87,11 @@ class Display:
         """Forget this run: no more will be heard of it."""
 
 
-def make_display(stream: TextIO | None = None, *, rest: float = 0.0) -> Display:
-    """The display that suits the stream, the error stream by default. ``rest``: least seconds between plain lines."""
+def make_display(stream: TextIO | None = None) -> Display:
+    """The display that suits the stream, the error stream by default."""
     stream = stream or sys.stderr
     if not stream.isatty():
-        return PlainLines(stream, rest=rest)
+        return PlainLines(stream)
     try:
         return RichBars(stream)
     except ModuleNotFoundError:
@@ -169,22 +169,19 @@ class Forecast:
 
 
 class PlainLines(Display):
-    """One line per epoch, and in long epochs one every 200 updates; ``rest`` seconds lie between two lines at least."""
+    """One line per epoch, and in long epochs one every 200 updates."""
 
-    def __init__(self, stream: TextIO, *, rest: float = 0.0) -> None:
-        self._stream, self._rest, self._said = stream, rest, time.monotonic()
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._said = stream, time.monotonic()
         self._forecast = Forecast()
 
     def watch(self, run: Run, progress: Progress) -> None:
-        quiet = time.monotonic() - self._said
         if progress.record is not None:
             line = epoch_line(progress, self._forecast.seconds_left(run, progress))
-            if quiet >= self._rest:
-                self._say(run, line)
-        elif progress.update % PART == 0 and quiet >= max(self._rest, UPDATE_LINE_SECONDS):
-            self._say(run, update_line(progress))
-
-    def _say(self, run: Run, line: str) -> None:
+        elif progress.update % PART == 0 and time.monotonic() - self._said >= UPDATE_LINE_SECONDS:
+            line = update_line(progress)
+        else:
+            return
         self._said = time.monotonic()
         self.note(f"{run.name}: {line}")
 

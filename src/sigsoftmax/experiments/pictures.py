@@ -186,10 +186,10 @@ def _label_widths(axes: Axes, widths: Sequence[int]) -> None:
     axes.minorticks_off()
 
 
-def _coincide(results: Sequence[CapacityResult], *, within: float = 0.01) -> bool:
+def _coincide(results: Sequence[CapacityResult]) -> bool:
     """True if the fits of sigsoftmax and softmax differ by less than a hundredth of KL at every common width shown."""
     softmax, sigsoftmax = (
         {r.width: r.fitted_kl for r in results if r.head == head} for head in ("softmax", "sigsoftmax")
     )
     shown = [width for width in sigsoftmax.keys() & softmax.keys() if softmax[width] > KL_SHOWN]
-    return bool(shown) and all(abs(sigsoftmax[width] / softmax[width] - 1.0) < within for width in shown)
+    return bool(shown) and all(abs(sigsoftmax[width] / softmax[width] - 1.0) < 0.01 for width in shown)

@@ -1,7 +1,9 @@
 """What Ray needs before it starts: its folder, its leftovers, room for a trial."""
 
 import socket
+import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,12 @@ def test_a_trial_that_fits_nowhere_is_refused_here_and_waited_for_on_a_cluster()
     assert trials_at_once(Nodes((True, {"CPU": 2.0})), share, is_local=False) == 1
     machines = Nodes((True, {"CPU": 128.0, "GPU": 8.0}), (False, {"CPU": 128.0, "GPU": 8.0}), (True, {"CPU": 4.0}))
     assert trials_at_once(machines, share, is_local=False) == 2
+
+
+def test_what_threads_of_ray_print_is_not_shown(capsys):
+    stream = ray_executor._OneThread(sys.stdout)
+    other = threading.Thread(target=print, args=("(raylet) a worker died",), kwargs={"file": stream})
+    other.start()
+    other.join()
+    print("ours", file=stream, flush=True)
+    assert capsys.readouterr().out == "ours\n"

@@ -48,13 +48,13 @@ class ReproduceConfig:
     table: str
     """``table1`` to ``table5``"""
     seeds: int = 1
-    """how many: the first one and those that follow it"""
+    """number of seeds: the first one and those that follow it"""
     first_seed: int | None = None
     """None: the published one"""
     heads: tuple[str, ...] = ()
     """as recipes name them; none: all of the table"""
     setting: str | None = None
-    """of the recipes; None: that of the table, as published"""
+    """setting of the recipes; None: that of the table, as published"""
     changes: tuple[str, ...] = ()
     """to every recipe alike, as ``training.epochs=22``"""
     out: Path = Path("runs")
@@ -62,7 +62,7 @@ class ReproduceConfig:
     dry_run: bool = False
     """print the plan alone"""
     minutes: float | None = None
-    """of wall time, in which as much is done as fits; None: all, however long it takes"""
+    """wall time in which as much is done as fits; None: all, however long it takes"""
 
     def __post_init__(self) -> None:
         if self.minutes is not None and not (math.isfinite(self.minutes) and self.minutes > 0.0):

@@ -1,4 +1,4 @@
-"""The spectrum and rank of a trained model's log-output matrix over a split, as in the paper's table 3.
+"""The spectrum and rank of a trained model's log-output matrix over the test text, as in the paper's table 3.
 
 The matrix holds the log-probabilities of the whole vocabulary at every position of the text.
 
@@ -18,7 +18,7 @@ from sigsoftmax.analysis.spectrum.matrix_readers import from_blocks
 from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, payloads, run_folder
-from sigsoftmax.lm.data.corpus import Corpus, Split, batchify, evaluation_windows
+from sigsoftmax.lm.data.corpus import Corpus, batchify, evaluation_windows
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.precision import arithmetic
 from sigsoftmax.lm.training.saved_models import check_same_corpus, load_model
@@ -40,35 +40,33 @@ def measure_rank(
     corpus: Corpus,
     resources: Resources,
     *,
-    split: Split = "test",
     progress: Callable[[Progress], None] | None = None,
 ) -> ModelSpectrum:
     """The spectrum of a model's log-outputs: from its records if it is there, gone on with if interrupted."""
-    found = known_spectrum(checkpoint, split)
+    found = known_spectrum(checkpoint)
     if found is not None:
         return found
     with FolderLock(run_folder(checkpoint)):
         device = resolve_device(resources.device)
         loaded = load_model(checkpoint, device=device)
         check_same_corpus(loaded.meta, corpus, checkpoint)
-        ids_L = corpus.split(split)
         reader = from_blocks(
-            log_output_blocks(loaded.model, ids_L),
-            contexts=ids_L.numel() - 1,
+            log_output_blocks(loaded.model, corpus.test),
+            contexts=corpus.test.numel() - 1,
             words=len(corpus.vocabulary),
-            description=f"log P of {loaded.run.recipe}, seed {loaded.run.seed}, on {corpus.name} {split}",
+            description=f"log P of {loaded.run.recipe}, seed {loaded.run.seed}, on {corpus.name} test",
         )
         state = checkpoint.parent / STATE
         spectrum = streamed_spectrum(reader, SpectrumOptions(device=device), state=state, progress=progress)
-        found = ModelSpectrum(run=loaded.run, split=split, spectrum=spectrum)
+        found = ModelSpectrum(run=loaded.run, split="test", spectrum=spectrum)
         append(checkpoint.parent / FILE, Record.of(found, Environment.here(device)))
         return found
 
 
-def known_spectrum(checkpoint: Path, split: Split = "test") -> ModelSpectrum | None:
+def known_spectrum(checkpoint: Path) -> ModelSpectrum | None:
     """The last spectrum on record that is newer than the weights."""
     found = payloads(checkpoint.parent / FILE, ModelSpectrum, since=checkpoint)
-    return next((spectrum for spectrum in reversed(found) if spectrum.split == split), None)
+    return next((spectrum for spectrum in reversed(found) if spectrum.split == "test"), None)
 
 
 @torch.no_grad()

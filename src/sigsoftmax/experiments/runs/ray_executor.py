@@ -232,7 +232,7 @@ def trials_at_once(ray: Any, share: Share, *, is_local: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a worker may use, on whatever machine it runs."""
+    """Everything that a worker may use, on whatever machine it runs."""
 
     witness: Path
     """a file in the folder of the runs, absolute: a machine that does not see it does not share the folder"""

@@ -43,19 +43,19 @@ P = TypeVar("P", bound=Payload)
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Where runs are made, and from which text."""
+    """The device on which runs are made, its share and precision, and the text."""
 
     data: Path | None = None
     """folder of a corpus; None: where ``sigsoftmax data fetch`` puts them"""
     device: str = "cpu"
     precision: str = "float32"
-    """of training, on a GPU"""
+    """precision of training on a GPU"""
     evaluation_precision: str | None = None
-    """of validation and test; None: TF32 products on a GPU, float32 elsewhere"""
+    """precision of validation and test; None: TF32 products on a GPU, float32 elsewhere"""
     at_once: int = 1
     """runs that share the device; on a CPU each in a process of one thread"""
     parallel: Kind | None = None
-    """how the processes of torchrun divide a run; None: as DDP does, and without torchrun not at all"""
+    """division of a run by the processes of torchrun; None: as DDP does, and without torchrun none"""
     checkpoint_seconds: float = 300.0
     """time between two checkpoints, which is the most that is lost if the process is killed"""
 
