@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from tests.experiments.small_runs import SINGLE, write_text
@@ -272,8 +273,18 @@ def test_the_help_shows_the_defaults_of_the_configuration(verb, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     for option, declared in verb.options.items():
         default = fields[option].default if option in fields else None
-        if isinstance(declared, str) and isinstance(default, int | float) and not isinstance(default, bool):
-            assert f"{declared} (default: {default:g})" in printed
+        if not declared.default and isinstance(default, int | float | Path) and not isinstance(default, bool):
+            assert f"(default: {default if isinstance(default, Path) else format(default, 'g')})" in printed
+
+
+def test_the_string_below_a_field_is_the_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["reproduce", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--first-seed N the first of these seeds (default: the published one)" in printed
+    assert (
+        "--data PATH folder of train.txt, valid.txt and test.txt (default: where sigsoftmax data fetch puts" in printed
+    )
 
 
 def test_the_resources_of_a_comparison_are_its_own_choice_and_others_take_a_gpu(seen, monkeypatch):

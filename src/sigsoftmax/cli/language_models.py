@@ -6,46 +6,39 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from sigsoftmax.cli.parser import Option, Verb, build, numbers, progress, say
+from sigsoftmax.cli.parser import Option, Verb, build, gibibytes, numbers, progress, say
 from sigsoftmax.lm.config import EVALUATION_PRECISIONS, PRECISIONS
 
-__all__ = ["CHANGES", "RESOURCES", "VERBS"]
+__all__ = ["VERBS", "fields"]
 
-# --- what several verbs take ------------------------------------------------------------------------------------------
-
-CHANGES = Option(
-    "change fields of every recipe, as training.epochs=22 model.dropout_input=0.3",
-    "FIELD=VALUE",
-    names=("--set",),
-    kind=str,
-    more={"action": "extend", "nargs": "+"},
-)
-EVALUATION_PRECISION = Option(
-    "of validation and test on a GPU: IEEE float32, or TF32 products of float32 weights and states",
-    default="tf32",
-    more={"choices": EVALUATION_PRECISIONS},
-)
-RESOURCES: dict[str, Option] = {
-    "data": Option("of train.txt, valid.txt and test.txt", default="where fetch puts them"),
-    "device": Option("cpu, cuda or cuda:1", default="cuda where there is one"),
-    "precision": Option("of training on a GPU", more={"choices": PRECISIONS}),
-    "evaluation_precision": EVALUATION_PRECISION,
-    "at_once": Option("runs that share the device; on a CPU each in a process of one thread"),
+SPECIAL = {
+    "changes": Option(
+        help="change fields of every recipe, as training.epochs=22 model.dropout_input=0.3",
+        metavar="FIELD=VALUE",
+        names=("--set",),
+        kind=str,
+        more={"action": "extend", "nargs": "+"},
+    ),
+    "device": Option(default="cuda where there is one"),
+    "precision": Option(more={"choices": PRECISIONS}),
+    "evaluation_precision": Option(more={"choices": EVALUATION_PRECISIONS}),
+    "recipes": Option(
+        help="names, as ptb-sigsoftmax; see sigsoftmax recipes", metavar="RECIPE", kind=str, more={"nargs": "*"}
+    ),
+    "checkpoint": Option(metavar="CHECKPOINT"),
+    "runs": Option(metavar="RUN", kind=Path, more={"nargs": "+"}),
+    "paths": Option(help="files of records, or folders", metavar="RECORDS", kind=Path, more={"nargs": "+"}),
+    "config": Option(help="a file in TOML, in place of names", metavar="FILE", kind=Path),
+    "splits": Option(names=("--split",), default="both", kind=str, more={"choices": ("valid", "test"), "nargs": 1}),
+    "memory_gib": Option(metavar="SIZE", names=("--memory",), kind=gibibytes),
 }
-PARALLEL = Option(
-    "what the processes of torchrun divide: columns of text (ddp), also the weights (fsdp), or the rows of the output "
-    "matrix (vocabulary)",
-    default="ddp",
-)
-CHECKPOINT = Option("a best.safetensors, or the folder of a run", "CHECKPOINT")
-RECIPES = Option("names, as ptb-sigsoftmax; see sigsoftmax recipes", "RECIPE", kind=str, more={"nargs": "*"})
-SPLIT = Option(
-    "the text that is evaluated",
-    names=("--split",),
-    default="both",
-    kind=str,
-    more={"choices": ("valid", "test"), "nargs": 1},
-)
+"""options that are written otherwise than their fields"""
+RESOURCES = "data device precision evaluation_precision at_once"
+
+
+def fields(names: str, **others: Option) -> dict[str, Option]:
+    """Options for fields of a configuration, whose names are given, and others."""
+    return {name: SPECIAL.get(name, Option()) for name in names.split()} | others
 
 
 # --- acts -------------------------------------------------------------------------------------------------------------
@@ -108,23 +101,23 @@ def _sweep(arguments: argparse.Namespace) -> None:
 
 # --- verbs ------------------------------------------------------------------------------------------------------------
 
-FETCH = Verb(
-    name="fetch",
-    summary="download a corpus, checked and resumable",
-    description="Downloads Penn Treebank or WikiText-2, checks every byte, and goes on where it was stopped.",
-    example="data fetch ptb",
-    act=_fetch,
-    arguments={"corpus": Option("ptb or wikitext-2", "CORPUS")},
-    options={"data": Option("folder in which one of that name is made", "FOLDER", kind=Path)},
-)
-
 VERBS = (
     Verb(
         name="data",
         summary="get the published corpora",
         description="Gets corpora.",
         example="data fetch ptb",
-        actions=(FETCH,),
+        actions=(
+            Verb(
+                name="fetch",
+                summary="download a corpus, checked and resumable",
+                description="Downloads a published corpus, checks every byte, and goes on where it was stopped.",
+                example="data fetch ptb",
+                act=_fetch,
+                arguments={"corpus": Option(help="ptb or wikitext-2")},
+                options={"data": Option(help="folder in which one of that name is made", kind=Path)},
+            ),
+        ),
     ),
     Verb(
         name="recipes",
@@ -132,29 +125,21 @@ VERBS = (
         description="Lists the recipes. With a name, prints all its fields as --set takes them.",
         example="recipes ptb-moss",
         act=_recipes,
-        arguments={"name": Option("a name, as ptb-sigsoftmax or wt2-gss-0.2", "RECIPE", more={"nargs": "?"})},
+        arguments={
+            "name": Option(help="a name, as ptb-sigsoftmax or wt2-gss-0.2", metavar="RECIPE", more={"nargs": "?"})
+        },
     ),
     Verb(
         name="train",
         summary="train recipes, with one or several seeds",
         description="Trains, goes on where it was stopped, and evaluates the best weights on validation and test.\n"
-        "A run is kept in DIR/<recipe>/<seed>/train.",
+        "A run is kept in OUT/<recipe>/<seed>/train.",
         example="train ptb-sigsoftmax --seeds 141,142,143 --at-once 3 --set training.epochs=22",
         config=("experiments.runs.train", "TrainConfig"),
         act=_train,
-        arguments={"recipes": RECIPES},
-        options={
-            "config": Option("a recipe in TOML, in place of a name", "FILE", kind=Path),
-            "changes": CHANGES,
-            "out": Option("folder for runs", "DIR"),
-            **RESOURCES,
-            "parallel": PARALLEL,
-            "tensorboard": "write curves for TensorBoard into each run's folder",
-        },
-        exclusive={
-            "seed": Option("of weights, masks and windows", "N", default="the recipe's", kind=int),
-            "seeds": "several runs of each recipe",
-        },
+        arguments=fields("recipes"),
+        options=fields(f"config changes out {RESOURCES} parallel tensorboard"),
+        exclusive=fields("seeds", seed=Option(help="of one run", kind=int)),
     ),
     Verb(
         name="finetune",
@@ -165,8 +150,8 @@ VERBS = (
         config=("experiments.runs.train", "FinetuneConfig"),
         entry="finetune",
         printers=(say,),
-        arguments={"runs": Option("folder of a run, as runs/ptb-softmax/141", "RUN", kind=Path, more={"nargs": "+"})},
-        options={**RESOURCES, "parallel": PARALLEL, "tensorboard": "write curves for TensorBoard"},
+        arguments=fields("runs"),
+        options=fields(f"{RESOURCES} parallel tensorboard"),
     ),
     Verb(
         name="evaluate",
@@ -176,14 +161,11 @@ VERBS = (
         example="evaluate runs/ptb-sigsoftmax/141/finetune/best.safetensors --split test",
         config=("experiments.runs.evaluate", "EvaluateConfig"),
         printers=(print,),
-        arguments={"checkpoint": CHECKPOINT},
-        options={
-            "splits": SPLIT,
-            "batch": Option("columns of text", default="validation in the recipe's and in 1, test in 1"),
-            "data": RESOURCES["data"],
-            "device": RESOURCES["device"],
-            "evaluation_precision": replace(EVALUATION_PRECISION, names=("--precision",)),
-        },
+        arguments=fields("checkpoint"),
+        options=fields(
+            "splits batch data device",
+            evaluation_precision=replace(SPECIAL["evaluation_precision"], names=("--precision",)),
+        ),
     ),
     Verb(
         name="dynamic-eval",
@@ -193,15 +175,11 @@ VERBS = (
         example="dynamic-eval runs/ptb-sigsoftmax/141 --learning-rate 5e-5 --decay 2e-3 --split test",
         config=("experiments.runs.dynamic", "DynamicConfig"),
         act=_dynamic,
-        arguments={"checkpoint": CHECKPOINT},
-        options={
-            "grid": Option("search the recipe's grid: what is done without rates", kind=bool),
-            "learning_rate": Option("with --decay: one pair of rates", "RATE"),
-            "decay": Option("towards the weights of the checkpoint", "RATE"),
-            "splits": replace(SPLIT, help="the text that is evaluated without a grid"),
-            "limit": "end each run after so many windows",
-            **RESOURCES,
-        },
+        arguments=fields("checkpoint"),
+        options=fields(
+            f"learning_rate decay splits limit {RESOURCES}",
+            grid=Option(help="search the recipe's grid: what is done without rates", kind=bool),
+        ),
     ),
     Verb(
         name="sample",
@@ -210,14 +188,8 @@ VERBS = (
         example='sample runs/ptb-sigsoftmax/141 --words 200 --prompt "the company said" --temperature 0.8',
         config=("experiments.runs.sample", "SampleConfig"),
         act=_sample,
-        arguments={"checkpoint": CHECKPOINT},
-        options={
-            "words": "number of words",
-            "prompt": Option("words of the vocabulary that the model reads first", "TEXT"),
-            "temperature": Option("below 1 plays safe, 0 takes the likeliest", "T"),
-            "seed": "of the draws",
-            "device": Option("cpu, cuda or cuda:1"),
-        },
+        arguments=fields("checkpoint"),
+        options=fields("words prompt temperature seed", device=Option(help="cpu, cuda or cuda:1")),
     ),
     Verb(
         name="sweep",
@@ -228,34 +200,16 @@ VERBS = (
         example="sweep --heads softmax,sigsoftmax,mos --seeds 1,2,3 --set training.learning_rate=5,10",
         config=("experiments.sweep.run", "SweepConfig"),
         act=_sweep,
-        arguments={"recipes": RECIPES},
-        options={
-            "heads": Option("as softmax,gss-0.2,mos, in place of recipes or besides", kind=tuple[str, ...]),
-            "setting": Option("of --heads", "NAME", default="language; with --data tiny"),
-            "config": Option("a sweep in TOML, in place of recipes and heads", "FILE", kind=Path),
-            "seeds": Option(
-                "of each recipe",
-                names=("--seeds", "--seed"),
-                default="its own",
-                more={"type": numbers, "action": "extend", "nargs": "+"},
-            ),
-            "changes": replace(CHANGES, help=f"{CHANGES.help}; several values of a field are taken in turn"),
-            "finetune": "finetune after training, where that has no fixed length",
-            "baseline": Option(
-                "a recipe, or an alternative as training.learning_rate=20",
-                "WORD",
-                default="softmax",
-                kind=str,
-                more={"nargs": "+"},
-            ),
-            "confidence": Option("of the intervals", "P"),
-            "dry_run": "list the trials, and which have ended",
-            "out": Option("folder for trials, records and Ray's files", "DIR"),
-            "address": Option("of a Ray cluster, or auto", "HOST:PORT", default="a Ray of its own"),
-            "cpus_per_trial": Option("threads of each", "N"),
-            "gpus_per_trial": Option("as 0.25 for four on one GPU", "SHARE", default="1 on cuda, else 0"),
-            **RESOURCES,
-            "at_once": replace(RESOURCES["at_once"], default="as many as CPUs and GPUs allow"),
-        },
+        arguments=fields("recipes"),
+        options=fields(
+            "config finetune confidence dry_run out address cpus_per_trial gpus_per_trial data precision "
+            "evaluation_precision at_once",
+            heads=Option(help="as softmax,gss-0.2,mos, in place of recipes or besides", kind=tuple[str, ...]),
+            setting=Option(help="of --heads", default="language; with --data tiny"),
+            seeds=Option(names=("--seeds", "--seed"), more={"type": numbers, "action": "extend", "nargs": "+"}),
+            changes=replace(SPECIAL["changes"], help="change fields; several values of one are taken in turn"),
+            baseline=Option(metavar="WORD", kind=str, more={"nargs": "+"}),
+            device=Option(),
+        ),
     ),
 )

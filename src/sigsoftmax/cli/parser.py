@@ -1,15 +1,19 @@
 """Everything that verbs share: their declaration, printing, and the answer to a misspelt word.
 
-An option stands for a field of a verb's configuration, whose type says how it is read and whose default the help shows.
+An option stands for a field of a verb's configuration. The type of the field says how the option is read, and the
+string below it is the help, which also shows the default; "...; None: TEXT" says what the lack of a value means.
 Configurations are imported when a verb is used: most verbs would import what they do not need.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import difflib
 import importlib
+import inspect
+import itertools
 import re
 import sys
 import types
@@ -17,7 +21,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from sigsoftmax.terminal import clear_line
 
@@ -62,16 +66,15 @@ class Parser(argparse.ArgumentParser):
 # --- declarations -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Option:
     """An option or argument of a verb. What is not said follows from the field of its name in the configuration."""
 
-    help: str
-    metavar: str | None = None
-    _: dataclasses.KW_ONLY
+    help: str = ""
+    metavar: str = ""
     names: tuple[str, ...] = ()
     """as ``--set``; none: the name of the field"""
-    default: str | None = None
+    default: str = ""
     """text for the help in place of the field's default"""
     kind: Any = None
     """type, or function that reads a word, in place of the field's type"""
@@ -93,9 +96,9 @@ class Verb:
     """function of the same module"""
     printers: tuple[Callable[[str], None], ...] = ()
     act: Callable[[argparse.Namespace], None] | None = None
-    arguments: Mapping[str, Option | str] = field(default_factory=dict)
-    options: Mapping[str, Option | str] = field(default_factory=dict)
-    exclusive: Mapping[str, Option | str] = field(default_factory=dict)
+    arguments: Mapping[str, Option] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
+    exclusive: Mapping[str, Option] = field(default_factory=dict)
     """options of which one may be given"""
     actions: Sequence[Verb] = ()
     """verbs below this one"""
@@ -115,9 +118,8 @@ class Verb:
             parser.add_argument(name, **_declared(name, option, fields))
         for owner, options in ((group, self.exclusive), (parser, self.options)):
             for name, option in options.items():
-                names = option.names if isinstance(option, Option) else ()
-                declared = {"dest": name, "default": None, **_declared(name, option, fields)}
-                owner.add_argument(*(names or (f"--{name.replace('_', '-')}",)), **declared)
+                names = option.names or (f"--{name.replace('_', '-')}",)
+                owner.add_argument(*names, dest=name, default=None, **_declared(name, option, fields))
 
 
 def add_verbs(parser: Parser, verbs: Sequence[Verb], metavar: str = "VERB") -> dict[str, Parser]:
@@ -164,22 +166,40 @@ def _given(config: type, arguments: argparse.Namespace) -> dict[str, Any]:
 # --- options of fields ------------------------------------------------------------------------------------------------
 
 
-def _fields(config: type) -> dict[str, tuple[Any, Any]]:
-    """Type and default of each field of a configuration and of its resources; MISSING where there is no default."""
+class _Field(NamedTuple):
+    kind: Any
+    default: Any
+    """MISSING where there is none"""
+    doc: str
+
+
+def _fields(config: type) -> dict[str, _Field]:
+    """The fields of a configuration and of its resources."""
     hints = typing.get_type_hints(config)
-    fields = {one.name: (hints[one.name], one.default) for one in dataclasses.fields(config)}
+    try:
+        [source] = ast.parse(inspect.getsource(config)).body
+    except OSError:
+        # Installed without its source: options have no help.
+        source = ast.ClassDef(body=[])
+    docs = {
+        ast.unparse(one.target): " ".join(ast.literal_eval(doc.value).replace("``", "").split())
+        for one, doc in itertools.pairwise(typing.cast(ast.ClassDef, source).body)
+        if isinstance(one, ast.AnnAssign) and isinstance(doc, ast.Expr)
+    }
+    fields = {
+        one.name: _Field(hints[one.name], one.default, docs.get(one.name, "")) for one in dataclasses.fields(config)
+    }
     return fields | _fields(hints["resources"]) if "resources" in hints else fields
 
 
-def _declared(name: str, option: Option | str, fields: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+def _declared(name: str, option: Option, fields: Mapping[str, _Field]) -> dict[str, Any]:
     """The arguments of argparse for an option."""
-    if isinstance(option, str):
-        option = Option(option)
-    kind, default = fields.get(name, (str, None))
-    default = _default_text(default) if option.default is None else option.default
-    text = " ".join(part for part in (option.help, f"(default: {default})" if default else "") if part)
+    own = fields.get(name, _Field(str, None, ""))
+    text, _, missing = re.sub("(^|; )(None|none|empty): ", "\0", own.doc).partition("\0")
+    default = option.default or missing or _default_text(own.default)
+    text = " ".join(part for part in (option.help or text, f"(default: {default})" if default else "") if part)
     declared: dict[str, Any] = {"help": text.replace("%", "%%")}
-    kind = option.kind or _without_none(kind)
+    kind = option.kind or _without_none(own.kind)
     if kind is bool:
         return {**declared, "action": "store_true"}
     if typing.get_origin(kind) is Literal:
@@ -237,7 +257,7 @@ def gibibytes(text: str) -> float:
 READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     int: (int, "N"),
     float: (float, "X"),
-    Path: (Path, "FOLDER"),
+    Path: (Path, "PATH"),
     tuple[int, ...]: (numbers, "A,B,C"),
     tuple[str, ...]: (heads, "HEADS"),
 }

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from pathlib import Path
 
-from sigsoftmax.cli.language_models import CHANGES, RESOURCES
-from sigsoftmax.cli.parser import Option, Verb, build, gibibytes, progress, say
+from sigsoftmax.cli.language_models import RESOURCES, fields
+from sigsoftmax.cli.parser import Option, Verb, build, progress, say
 
 __all__ = ["VERBS"]
 
@@ -45,15 +43,7 @@ def _report(arguments: argparse.Namespace) -> None:
     print(f"{written.path}: {written.records:,} records of {written.files:,} files")
 
 
-RECORDS = Option("files of records, or folders", "RECORDS", kind=Path, more={"nargs": "+"})
-FITS: dict[str, Option | str] = {
-    "heads": 'as "softmax,gss(k=0.2),mos(K=4)"',
-    "widths": Option("of the fits", "D,..."),
-    "starts": "of each fit, at least",
-    "iterations": "of each fit, at most",
-    "workers": "processes",
-    "seed": "of the starts",
-}
+FITS = "heads widths starts iterations workers seed"
 
 VERBS = (
     Verb(
@@ -64,11 +54,7 @@ VERBS = (
         example="demo --seed 1 --out runs/demo-1",
         config=("experiments.demo", "DemoConfig"),
         act=_demo,
-        options={
-            "seed": "of the language and of the starts",
-            "out": Option("folder for pictures and records", "DIR"),
-            "quick": "a smaller language and no training, in some seconds",
-        },
+        options=fields("seed out quick"),
     ),
     Verb(
         name="functions",
@@ -85,17 +71,11 @@ VERBS = (
         example="compare --heads softmax,softmax-1.5,sigsoftmax,mos --seeds 1,2,3",
         config=("experiments.compare", "CompareConfig"),
         printers=(say,),
-        options={
-            "heads": Option("as softmax,gss-0.2,mos", default="seven"),
-            "setting": Option("language, tiny, ptb or wt2", "NAME", default="language; with --data tiny"),
-            "seeds": "of each head",
-            "quick": "fewer heads and epochs",
-            "changes": CHANGES,
-            "out": Option("folder for runs, records and the page", "DIR"),
-            **RESOURCES,
-            "device": replace(RESOURCES["device"], default=None),
-            "at_once": replace(RESOURCES["at_once"], default="as many as there are cores"),
-        },
+        options=fields(
+            f"heads setting seeds quick changes out {RESOURCES}",
+            device=Option(),
+            at_once=Option(default="as many as there are cores"),
+        ),
     ),
     Verb(
         name="reproduce",
@@ -106,20 +86,8 @@ VERBS = (
         example="reproduce table1 --seeds 5 --device cuda --precision tf32 --at-once 4",
         config=("experiments.reproduce.run", "ReproduceConfig"),
         printers=(say, progress),
-        arguments={"table": Option("table1 to table5", "TABLE")},
-        options={
-            "seeds": "number of runs of each head",
-            "first_seed": Option("of these runs", "S", default="the published one"),
-            "heads": Option("some of the table", default="all"),
-            "setting": Option("other recipes than the table's, as tiny or language", "NAME"),
-            "dry_run": "print the plan alone",
-            "minutes": Option(
-                "of wall time: do what fits, in a plan that is printed first, and stop at a checkpoint", "M"
-            ),
-            "changes": CHANGES,
-            "out": Option("folder for runs", "DIR"),
-            **RESOURCES,
-        },
+        arguments=fields("table"),
+        options=fields(f"seeds first_seed heads setting dry_run minutes changes out {RESOURCES}"),
     ),
     Verb(
         name="capacity",
@@ -129,15 +97,7 @@ VERBS = (
         example='capacity --target "of_rank(contexts=100, words=50, rank=25)" --widths 2,4,8 --starts 2',
         config=("experiments.capacity", "CapacityToolConfig"),
         printers=(say, progress),
-        options={
-            "target": Option("a language, or a file of (log-)probabilities", "TRUTH"),
-            **FITS,
-            "softmax_widths": Option("further widths for softmax alone", "D,..."),
-            "weights": "of a language's contexts",
-            "tolerance": "gain below which a fit ends",
-            "floor": Option("KL below which a fit ends", "NATS"),
-            "out": Option("folder for the records", "DIR"),
-        },
+        options=fields(f"target softmax_widths weights tolerance floor out {FITS}"),
     ),
     Verb(
         name="audit",
@@ -147,29 +107,21 @@ VERBS = (
         example="audit gpt2 --teacher gpt2-xl --text my.txt",
         config=("experiments.audit.run", "AuditConfig"),
         printers=(say, progress),
-        arguments={"model": Option("a folder, a name on the hub, or a file", "MODEL")},
-        options={
-            "text": Option("text whose contexts are looked at", "FILE", default="generated"),
-            "teacher": Option("model whose distributions count as the truth", "MODEL"),
-            "target": Option("a file of (log-)probabilities, or a language", "TRUTH"),
-            "function": Option("in use, where it is not recognised, as softcap(c=30)", "FUNCTION"),
-            "bounds_only": "bounds of the rank alone, from the output layer alone",
-            "trust_remote_code": Option(
-                "run Python code that MODEL or the teacher brings along", default="refuse such a model"
+        arguments=fields("model"),
+        options=fields(
+            f"teacher target function bounds_only contexts window memory_gib argmax_words out {FITS}",
+            text=Option(help="text whose contexts are looked at", default="generated"),
+            trust_remote_code=Option(
+                help="run Python code that MODEL or the teacher brings along", default="refuse such a model"
             ),
-            "contexts": "number of contexts",
-            "window": "tokens that the model sees at once",
-            "memory_gib": Option(
-                "memory that may be used, in GiB or as 512MiB", "SIZE", names=("--memory",), kind=gibibytes
-            ),
-            "argmax_words": "words asked whether they can come first",
-            "argmax_seconds": Option("for that question", "S"),
-            **FITS,
-            "fit_contexts": "contexts of the fits",
-            "fit_words": "words of the fits",
-            "device": Option("cpu, cuda or cuda:1"),
-            "out": Option("folder for the records", "DIR"),
-        },
+            iterations=Option(help="of each fit, at most"),
+            workers=Option(help="number of processes"),
+            seed=Option(help="of the starts"),
+            argmax_seconds=Option(help="for the question which words can come first"),
+            fit_contexts=Option(help="contexts of the fits"),
+            fit_words=Option(help="words of the fits"),
+            device=Option(help="cpu, cuda or cuda:1"),
+        ),
     ),
     Verb(
         name="tables",
@@ -178,7 +130,7 @@ VERBS = (
         "standard deviation over seeds.",
         example="tables runs",
         act=_tables,
-        arguments={"paths": RECORDS},
+        arguments=fields("paths"),
     ),
     Verb(
         name="report",
@@ -187,10 +139,10 @@ VERBS = (
         example="report runs -o report.html",
         config=("report", "ReportConfig"),
         act=_report,
-        arguments={"paths": RECORDS},
+        arguments=fields("paths"),
         options={
-            "out": Option("the page", "FILE", names=("-o", "--output")),
-            "title": "of the page",
+            "out": Option(help="the page", names=("-o", "--output")),
+            "title": Option(help="of the page"),
         },
     ),
 )

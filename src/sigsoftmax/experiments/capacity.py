@@ -50,7 +50,9 @@ class CapacityToolConfig:
     target: str = LANGUAGE
     """a language, or a file of probabilities or log-probabilities, one context per row"""
     heads: tuple[str, ...] = HEADS
+    """heads that are fitted"""
     widths: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    """widths of the fits"""
     softmax_widths: tuple[int, ...] = ()
     """further widths for softmax alone"""
     weights: Weighting = "uniform"
@@ -58,14 +60,17 @@ class CapacityToolConfig:
     starts: int = 3
     """starts of each fit, at least; contained heads and the narrower solution count"""
     iterations: int = 500
+    """iterations of each fit, at most"""
     tolerance: float = 1e-3
     """a fit ends when it gains less than this fraction over some tens of steps"""
     floor: float = 1e-4
-    """nats below which a fit ends"""
+    """KL in nats below which a fit ends"""
     workers: int = 2
+    """number of processes"""
     seed: int = 0
     """seed of the starts"""
     out: Path = Path("runs/capacity")
+    """folder for the records"""
 
     def __post_init__(self) -> None:
         if self.starts < 1:

@@ -76,13 +76,15 @@ class ComparedRun:
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
     heads: tuple[str, ...] = ()
-    """as recipes name them; none: a choice"""
+    """heads as recipes name them, as softmax,gss-0.2,mos; none: a choice of seven"""
     setting: str | None = None
     """setting of the recipes; None: ``language``, or ``tiny`` where a text is given"""
     changes: tuple[str, ...] = ()
-    """to every recipe alike, as ``training.epochs=20``"""
+    """changes to every recipe alike, as ``training.epochs=20``"""
     seeds: tuple[int, ...] = (1,)
+    """seeds of each head"""
     out: Path = Path("runs/compare")
+    """folder for runs, records and the page"""
     quick: bool = False
     """fewer heads and epochs"""
     resources: Resources = field(default_factory=lambda: Resources(at_once=os.cpu_count() or 1))

@@ -38,10 +38,11 @@ class DemoConfig:
     """Nothing but the seed changes the language: it is not chosen for the picture."""
 
     seed: int = 0
+    """seed of the language and of the starts"""
     out: Path = Path("runs/demo")
     """folder for pictures and records"""
     quick: bool = False
-    """a smaller language, for a first look in some seconds"""
+    """a smaller language and no training, for a first look in some seconds"""
 
     def __post_init__(self) -> None:
         if self.seed < 0:

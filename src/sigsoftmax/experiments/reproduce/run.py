@@ -50,19 +50,20 @@ class ReproduceConfig:
     seeds: int = 1
     """number of seeds: the first one and those that follow it"""
     first_seed: int | None = None
-    """None: the published one"""
+    """the first of these seeds; None: the published one"""
     heads: tuple[str, ...] = ()
-    """as recipes name them; none: all of the table"""
+    """heads as recipes name them; none: all of the table"""
     setting: str | None = None
     """setting of the recipes; None: that of the table, as published"""
     changes: tuple[str, ...] = ()
-    """to every recipe alike, as ``training.epochs=22``"""
+    """changes to every recipe alike, as ``training.epochs=22``"""
     out: Path = Path("runs")
+    """folder for runs"""
     resources: Resources = field(default_factory=Resources)
     dry_run: bool = False
     """print the plan alone"""
     minutes: float | None = None
-    """wall time in which as much is done as fits; None: all, however long it takes"""
+    """wall time in which as much is done as fits, by a plan that is printed first; None: as long as it takes"""
 
     def __post_init__(self) -> None:
         if self.minutes is not None and not (math.isfinite(self.minutes) and self.minutes > 0.0):

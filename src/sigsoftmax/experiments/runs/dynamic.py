@@ -30,8 +30,9 @@ class DynamicConfig:
     checkpoint: Path
     """``best.safetensors``, or the folder of a run"""
     learning_rate: float | None = None
+    """with a decay: one pair of rates in the RMS form; None: the grid of the recipe, searched on validation"""
     decay: float | None = None
-    """both in the RMS form; neither: the grid of the recipe is searched on validation"""
+    """rate of decay towards the weights of the checkpoint"""
     splits: tuple[Split, ...] = ("valid", "test")
     """texts that are evaluated without a grid"""
     limit: int | None = None

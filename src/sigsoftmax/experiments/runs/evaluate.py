@@ -31,8 +31,9 @@ class EvaluateConfig:
     checkpoint: Path
     """``best.safetensors``, or the folder of a run"""
     splits: tuple[Split, ...] = ("valid", "test")
+    """texts that are evaluated"""
     batch: int | None = None
-    """None: validation in the columns of the recipe and in one, test in one"""
+    """columns of text; None: validation in those of the recipe and in one, test in one"""
     resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:

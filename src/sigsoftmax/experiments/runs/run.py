@@ -46,8 +46,9 @@ class Resources:
     """The device on which runs are made, its share and precision, and the text."""
 
     data: Path | None = None
-    """folder of a corpus; None: where ``sigsoftmax data fetch`` puts them"""
+    """folder of train.txt, valid.txt and test.txt; None: where ``sigsoftmax data fetch`` puts them"""
     device: str = "cpu"
+    """cpu, cuda or cuda:1"""
     precision: str = "float32"
     """precision of training on a GPU"""
     evaluation_precision: str | None = None
@@ -55,7 +56,8 @@ class Resources:
     at_once: int = 1
     """runs that share the device; on a CPU each in a process of one thread"""
     parallel: Kind | None = None
-    """division of a run by the processes of torchrun; None: as DDP does, and without torchrun none"""
+    """division of a run by the processes of torchrun: columns of text (ddp), also the weights (fsdp), or the rows of
+    the output matrix (vocabulary); None: ddp"""
     checkpoint_seconds: float = 300.0
     """time between two checkpoints, which is the most that is lost if the process is killed"""
 

@@ -28,11 +28,13 @@ class SampleConfig:
     checkpoint: Path
     """``best.safetensors``, or the folder of a run"""
     words: int = 100
+    """number of words"""
     prompt: str = ""
     """words that the model reads first; empty: the end of a sentence, or any word where the text has none"""
     temperature: float = 1.0
     """log-probabilities are divided by it; 0 always takes the likeliest word"""
     seed: int = 0
+    """seed of the draws"""
     device: str = "cpu"
 
     def __post_init__(self) -> None:

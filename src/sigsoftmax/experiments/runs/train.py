@@ -27,10 +27,12 @@ Trained = dict[Run, list[EvaluationRecord]]
 class TrainConfig:
     recipes: tuple[Recipe, ...]
     seeds: tuple[int, ...] = ()
-    """none: the published seed of each recipe"""
+    """seeds of each recipe; none: the published one"""
     out: Path = Path("runs")
+    """folder for runs"""
     resources: Resources = field(default_factory=Resources)
     tensorboard: bool = False
+    """write curves for TensorBoard into the folder of each run"""
 
     def runs(self) -> list[Run]:
         return planned_runs(self.recipes, self.seeds, self.out)
@@ -42,6 +44,7 @@ class FinetuneConfig:
     """folders of trained runs, as ``runs/ptb-softmax/141``"""
     resources: Resources = field(default_factory=Resources)
     tensorboard: bool = False
+    """write curves for TensorBoard into the folder of each run"""
 
 
 def run(config: TrainConfig, say: Say, display: Display | None = None) -> Trained:

@@ -64,7 +64,7 @@ class Axis:
 class SweepConfig:
     recipes: tuple[Recipe, ...]
     seeds: tuple[int, ...] = ()
-    """none: the published seed of each recipe"""
+    """seeds of each recipe; none: the published one"""
     changes: tuple[str, ...] = ()
     """``training.epochs=22`` for all, ``training.learning_rate=20,30`` in turn"""
     finetune: bool = False
@@ -74,9 +74,11 @@ class SweepConfig:
     confidence: float = 0.95
     """confidence of the intervals"""
     out: Path = Path("runs/sweep")
+    """folder for trials, records and Ray's files"""
     data: Path | None = None
-    """folder of a corpus; None: where ``sigsoftmax data fetch`` puts them"""
+    """folder of train.txt, valid.txt and test.txt; None: where ``sigsoftmax data fetch`` puts them"""
     precision: str = "float32"
+    """precision of training on a GPU"""
     evaluation_precision: str | None = None
     """precision of validation and test; None: TF32 products on a GPU, float32 elsewhere"""
     device: str | None = None
@@ -84,12 +86,13 @@ class SweepConfig:
     address: str | None = None
     """address of a Ray cluster, or ``auto``; None: a Ray of its own on this machine"""
     cpus_per_trial: float = 1
+    """CPUs of each trial, and threads"""
     gpus_per_trial: float | None = None
-    """share of a GPU; None: a whole one where a trial has one"""
+    """share of a GPU, as 0.25 for four trials on one; None: a whole one where a trial has one"""
     at_once: int | None = None
     """trials at the same time at most; None: as many as CPUs and GPUs allow"""
     dry_run: bool = False
-    """list the trials alone"""
+    """list the trials, and which have ended"""
 
     def __post_init__(self) -> None:
         if not self.recipes:
