@@ -177,13 +177,13 @@ def _fields(config: type) -> dict[str, _Field]:
     """The fields of a configuration and of its resources."""
     hints = typing.get_type_hints(config)
     try:
-        [source] = ast.parse(inspect.getsource(config)).body
+        body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(config)).body[0]).body
     except OSError:
         # Installed without its source: options have no help.
-        source = ast.ClassDef(body=[])
+        body = []
     docs = {
         ast.unparse(one.target): " ".join(ast.literal_eval(doc.value).replace("``", "").split())
-        for one, doc in itertools.pairwise(typing.cast(ast.ClassDef, source).body)
+        for one, doc in itertools.pairwise(body)
         if isinstance(one, ast.AnnAssign) and isinstance(doc, ast.Expr)
     }
     fields = {
