@@ -243,17 +243,14 @@ def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str
 
 def _plans(runs: Sequence[Run], corpus: Corpus, resources: Resources) -> dict[Run, RunPlan]:
     """The time that every phase of every run is expected to take, by a few updates of each head."""
-    times: dict[str, EpochTimes] = {}
-    plans = {}
-    for run in [*runs, *(run.finetuning() for run in runs if _is_finetuned(run.recipe))]:
-        left = max(run.epochs - max((epoch.epoch for epoch in epoch_records(run)), default=0), 0)
-        name = run.recipe.name
-        if left and name not in times:
-            times[name] = measure_epochs(run.recipe, corpus, resources)
-        plans[run] = left, name
+    phases = [*runs, *(run.finetuning() for run in runs if _is_finetuned(run.recipe))]
+    left = {run: run.epochs - max((epoch.epoch for epoch in epoch_records(run)), default=0) for run in phases}
+    recipes = dict.fromkeys(run.recipe for run in phases if left[run] > 0)
+    times = {recipe: measure_epochs(recipe, corpus, resources) for recipe in recipes}
+    nothing = EpochTimes(train=0.0, finetune=0.0)
     return {
-        run: RunPlan(epoch_seconds=times[name].of(run.phase) if name in times else 0.0, epochs_left=left)
-        for run, (left, name) in plans.items()
+        run: RunPlan(epoch_seconds=times.get(run.recipe, nothing).of(run.phase), epochs_left=max(left[run], 0))
+        for run in phases
     }
 
 

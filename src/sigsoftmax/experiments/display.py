@@ -312,11 +312,14 @@ class WholeLine(Display):
         self._left = {run: plan.seconds for run, plan in plans.items()}
         self._open = set(plans)
         self._notes: set[str] = set()
-        self.__enter__()
+        self._begin()
 
-    def __enter__(self) -> Self:
+    def _begin(self) -> None:
         self._began = time.monotonic()
         self._pace = Pace(self._rest, last=self._began)
+
+    def __enter__(self) -> Self:
+        self._begin()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -8,7 +8,6 @@ stops at a checkpoint and goes on with the next command.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -174,14 +173,16 @@ def _epochs_that_fit(left: Sequence[Left], seconds: float) -> tuple[int, float]:
 
 def check_long_enough(left: Mapping[Run, Left], seconds: float) -> None:
     """Refuse a time in which not even the first epoch of the first run that has one left would end."""
-    going_on = ((run, one) for run, one in left.items() if one.train_epochs or one.finetune_most)
-    for run, one in itertools.islice(going_on, 1):
-        epoch = one.train_epoch if one.train_epochs else one.finetune_epoch
-        if epoch > seconds:
-            raise ValueError(
-                f"--minutes must be enough for one epoch: the next of {run.name} takes about {duration_text(epoch)} "
-                f"here, and {duration_text(max(seconds, 0.0))} are left for it; give more minutes"
-            )
+    going_on = [run for run, one in left.items() if one.train_epochs or one.finetune_most]
+    if not going_on:
+        return
+    first = left[going_on[0]]
+    epoch = first.train_epoch if first.train_epochs else first.finetune_epoch
+    if epoch > seconds:
+        raise ValueError(
+            f"--minutes must be enough for one epoch: the next of {going_on[0].name} takes about "
+            f"{duration_text(epoch)} here, and {duration_text(max(seconds, 0.0))} are left for it; give more minutes"
+        )
 
 
 def narrowed(config: DynamicEvaluationConfig, points: int) -> DynamicEvaluationConfig:
