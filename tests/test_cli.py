@@ -1,19 +1,25 @@
 """The command line: what it prints, what it refuses and how."""
 
+import dataclasses
+import os
 import shlex
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from tests.experiments.small_runs import SINGLE, write_text
 
 from sigsoftmax import cli, family
 from sigsoftmax._version import __version__
+from sigsoftmax.cli import language_models, studies
 from sigsoftmax.cli.parser import heads, numbers
 from sigsoftmax.experiments import capacity, compare, demo
 from sigsoftmax.experiments.audit import run as audit
 from sigsoftmax.experiments.reproduce import run as reproduce
 from sigsoftmax.experiments.runs import dynamic, evaluate, train
+from sigsoftmax.experiments.sweep import run as sweep
 from sigsoftmax.lm.training.trainer import Diverged
 
 VERBS = (
@@ -80,6 +86,7 @@ def test_all_verbs_are_known(capsys):
         (["data", "fech", "ptb"], "did you mean 'fetch'?"),
         (["demo", "--sede", "1"], "did you mean '--seed'?"),
         (["demo", "--quik"], "did you mean '--quick'?"),
+        (["--versoin"], "did you mean '--version'?"),
         (["train", "ptb-softmax", "--devise", "cpu"], "did you mean '--device'?"),
         (["demo", "--seed", "x"], "invalid int value: 'x'"),
         (["train", "ptb-softmax", "--seeds", "1,b"], "expected whole numbers, as 1,2,3"),
@@ -194,7 +201,7 @@ def test_what_an_interrupt_has_to_tell_is_told(monkeypatch, capsys):
 def seen(monkeypatch):
     """The configurations that experiments were called with."""
     found = []
-    for module in (audit, capacity, compare, demo, dynamic, evaluate, reproduce, train):
+    for module in (audit, capacity, compare, demo, dynamic, evaluate, reproduce, sweep, train):
         monkeypatch.setattr(module, "run", lambda config, *_, **__: found.append(config))
     monkeypatch.setattr(train, "finetune", lambda config, *_: found.append(config))
     return found
@@ -246,6 +253,47 @@ def test_other_verbs_pass_their_arguments_on(seen, tmp_path):
     for text, gib in (("8GiB", 8.0), ("512MiB", 0.5), ("1.5g", 1.5)):
         assert cli.main(["audit", "gpt2", "--memory", text]) == 0
         assert seen[-1].memory_gib == gib
+
+
+def test_a_sweep_gets_its_seeds_and_precisions(seen, tmp_path):
+    words = ["sweep", "tiny-softmax", "--seeds", "1,2", "3", "--seed", "4", "--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--evaluation-precision", "float32", "--cpus-per-trial", "0.5"]) == 0
+    assert (seen[-1].seeds, seen[-1].evaluation_precision, seen[-1].cpus_per_trial) == ((1, 2, 3, 4), "float32", 0.5)
+    assert (seen[-1].confidence, seen[-1].at_once) == (0.95, None)
+
+
+@pytest.mark.parametrize("verb", [*studies.VERBS, *language_models.VERBS], ids=lambda verb: verb.name)
+def test_the_help_shows_the_defaults_of_the_configuration(verb, capsys):
+    if not verb.config:
+        return
+    module, name = verb.config
+    fields = {one.name: one for one in dataclasses.fields(getattr(import_module(f"sigsoftmax.{module}"), name))}
+    with pytest.raises(SystemExit):
+        cli.main([verb.name, "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for option, declared in verb.options.items():
+        default = fields[option].default if option in fields else None
+        if not declared.default and isinstance(default, int | float | Path) and not isinstance(default, bool):
+            assert f"(default: {default if isinstance(default, Path) else format(default, 'g')})" in printed
+
+
+def test_the_string_below_a_field_is_the_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["reproduce", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--first-seed N the first of these seeds (default: the published one)" in printed
+    assert (
+        "--data PATH folder of train.txt, valid.txt and test.txt (default: where sigsoftmax data fetch puts" in printed
+    )
+
+
+def test_the_resources_of_a_comparison_are_its_own_choice_and_others_take_a_gpu(seen, monkeypatch):
+    assert cli.main(["compare", "--precision", "tf32"]) == 0
+    assert (seen[-1].resources.device, seen[-1].resources.at_once) == ("cpu", os.cpu_count())
+    assert seen[-1].resources.precision == "tf32"
+    monkeypatch.setattr("sigsoftmax.experiments.runs.run.default_device", lambda: "meta")
+    assert cli.main(["train", "ptb-softmax"]) == 0
+    assert (seen[-1].resources.device, seen[-1].resources.at_once) == ("meta", 1)
 
 
 def test_defaults_of_a_configuration_are_its_own(seen):

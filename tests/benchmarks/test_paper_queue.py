@@ -11,6 +11,7 @@ from tests.benchmarks.test_whole_runs import run_of, spectrum_of
 from tests.report.synthetic_runs import environment
 
 from sigsoftmax.cli import _parser
+from sigsoftmax.cli.parser import build
 from sigsoftmax.experiments.reproduce.run import ReproduceConfig
 from sigsoftmax.records import Record, append
 from sigsoftmax.records.schemas.training import EpochRecord
@@ -19,15 +20,9 @@ from sigsoftmax.records.schemas.training import EpochRecord
 def config_of(line: Line) -> ReproduceConfig:
     command = line.command(Path("corpora"), minutes=27.0)
     arguments = _parser(command).parse_args(command)
-    return ReproduceConfig(
-        table=arguments.table,
-        seeds=arguments.seeds,
-        first_seed=arguments.first_seed,
-        heads=arguments.heads,
-        changes=tuple(arguments.changes),
-        out=arguments.out,
-        minutes=arguments.minutes,
-    )
+    # Of no consequence for the runs, and not every machine has the GPU that the queue asks for.
+    arguments.device = "cpu"
+    return build(ReproduceConfig, arguments)
 
 
 @pytest.mark.parametrize("line", QUEUE, ids=lambda line: line.name)

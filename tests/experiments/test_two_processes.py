@@ -13,10 +13,10 @@ from tests.lm.runs import epochs_of
 from sigsoftmax import cli
 from sigsoftmax.experiments.runs import folder_locks
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
+from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.folder_locks import Busy, FolderLock
 from sigsoftmax.experiments.runs.ranks import measure_rank
 from sigsoftmax.experiments.runs.run import run_folder
-from sigsoftmax.experiments.runs.training_runs import train_runs
 
 LONG = [change for change in SINGLE if not change.startswith("training.epochs")]
 

@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Sequence
 
 from sigsoftmax._version import __version__
-from sigsoftmax.cli import language_models, studies, sweep
-from sigsoftmax.cli.parser import Parser, Verbs
+from sigsoftmax.cli import language_models, studies
+from sigsoftmax.cli.parser import Parser, add_verbs
 from sigsoftmax.terminal import escaped_output
 
 __all__ = ["main"]
@@ -25,15 +25,9 @@ def _parser(given: Sequence[str]) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"sigsoftmax {__version__}")
-    verbs = Verbs(parser)
-    studies.add_verbs(verbs)
-    language_models.add_verbs(verbs)
-    sweep.add_verbs(verbs)
-    parsers = [parser, *verbs.parsers.values()]
-    options = [name for one in parsers for action in one._actions for name in action.option_strings]
-    known = list(dict.fromkeys([*(word for verb in verbs.parsers for word in verb.split()), *options]))
-    for one in parsers:
-        one.given, one.known = given, known
+    parsers = {"": parser, **add_verbs(parser, (*studies.VERBS, *language_models.VERBS))}
+    for one in parsers.values():
+        one.given, one.all_parsers = given, parsers
     return parser
 
 

@@ -5,9 +5,10 @@ KL is shown against the width and against the free numbers of a context, since a
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +17,16 @@ from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves,
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
+from sigsoftmax.experiments.display import Say
 from sigsoftmax.experiments.distribution_sources import open_distributions
+from sigsoftmax.experiments.runs.run import check_out
 from sigsoftmax.family.heads import Head
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.synthetic import Weighting
 
-__all__ = ["CapacityToolConfig", "run", "table"]
-
-Say = Callable[[str], None]
+__all__ = ["CapacityToolConfig", "head_text", "ruled", "run", "table"]
 
 LANGUAGE = "of_rank(contexts=400, words=200, rank=100)"
 HEADS = (
@@ -44,27 +45,32 @@ HEADS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityToolConfig:
-    """Which truth, which heads and widths, and how much work each fit may take."""
+    """The truth, the heads and widths, and how much work each fit may take."""
 
     target: str = LANGUAGE
-    """a language, or a file of probabilities or log-probabilities with a context a row"""
+    """a language, or a file of probabilities or log-probabilities, one context per row"""
     heads: tuple[str, ...] = HEADS
+    """heads that are fitted"""
     widths: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    """widths of the fits"""
     softmax_widths: tuple[int, ...] = ()
     """further widths for softmax alone"""
     weights: Weighting = "uniform"
-    """how much each context of a language counts: the same, or as often as it occurs in a text"""
+    """weights of a language's contexts: the same for each, or as often as it occurs in a text"""
     starts: int = 3
-    """of each fit, at least; contained heads and the narrower solution count"""
+    """starts of each fit, at least; contained heads and the narrower solution count"""
     iterations: int = 500
+    """iterations of each fit, at most"""
     tolerance: float = 1e-3
     """a fit ends when it gains less than this fraction over some tens of steps"""
     floor: float = 1e-4
-    """nats below which a fit ends"""
+    """KL in nats below which a fit ends"""
     workers: int = 2
+    """number of processes"""
     seed: int = 0
-    """of the starts"""
+    """seed of the starts"""
     out: Path = Path("runs/capacity")
+    """folder for the records"""
 
     def __post_init__(self) -> None:
         if self.starts < 1:
@@ -73,8 +79,7 @@ class CapacityToolConfig:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         if self.weights not in ("uniform", "stationary"):
             raise ValueError(f"weights must be 'uniform' or 'stationary', got {self.weights!r}")
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"the output folder {self.out} is a file; choose another with --out")
+        check_out(self.out)
         self.capacity()
 
     def capacity(self) -> CapacityConfig:
@@ -101,20 +106,16 @@ def run(config: CapacityToolConfig, say: Say, progress: Say = lambda _: None) ->
     contexts, words = truth.log_p_NV.shape
     has_zeros = bool((truth.log_p_NV == -math.inf).any())
     of_truth = None if has_zeros else spectrum(truth.log_p_NV, source=f"log P of {truth.description}")
-    rank = (
-        "some words have probability zero, so log P has no rank"
-        if of_truth is None
-        else (f"log P of numerical rank {of_truth.float64_rank}")
-    )
+    rank = "some words have probability zero, so log P has no rank"
+    if of_truth is not None:
+        rank = f"log P of numerical rank {of_truth.float64_rank}"
+        store(config.records, Record.of(of_truth))
     seconds = fit_seconds(truth, config.capacity())
     say(
         f"{truth.description}: {contexts:,} contexts, {words:,} words, {rank}.\n"
-        "Each head is fitted with a free h for every context, free W and class bias, in float64, from "
-        f"{config.starts} or "
-        f"more starts: about {duration_text(seconds)} with {config.workers} at once."
+        f"Each head is fitted with a free h for every context, free W and class bias, in float64, from {config.starts} "
+        f"or more starts: about {duration_text(seconds)} with {config.workers} at once."
     )
-    if of_truth is not None:
-        store(config.records, Record.of(of_truth))
     finished: list[CapacityResult] = []
 
     def fitted(result: CapacityResult, done: int, total: int) -> None:
@@ -142,82 +143,54 @@ def run(config: CapacityToolConfig, say: Say, progress: Say = lambda _: None) ->
 
 
 def table(results: Sequence[CapacityResult], against: str) -> str:
-    """KL of every head's own fit, a column for each width, or for each number of free numbers a context has."""
+    """KL of every head's own fit, a column for each width, or for each number of free numbers per context."""
     by_width = against == "width"
+    found = {(one.head, one.width if by_width else one.numbers_per_context): one for one in results}
+    columns = sorted({place for _, place in found})
 
-    def place(result: CapacityResult) -> int:
-        return result.width if by_width else result.numbers_per_context
+    def section(text: Callable[[CapacityResult], str]) -> list[list[str]]:
+        """A row for each head, a cell for each of its results."""
+        return [
+            [head_text(head), *(text(found[head, place]) if (head, place) in found else "" for place in columns)]
+            for head in dict.fromkeys(one.head for one in results)
+        ]
 
-    columns = sorted({place(result) for result in results})
-    heads = list(dict.fromkeys(result.head for result in results))
-    kls = {(result.head, place(result)): result for result in results}
-    title = (
-        "KL (nats) of the best fit, by width d" if by_width else "the same, by free numbers per context: K d + K - 1"
-    )
-    rows = [["head", *map(str, columns)]]
-    for head in heads:
-        found = [kls.get((head, column)) for column in columns]
-        rows.append([_shown(head), *("" if result is None else f"{result.fitted_kl:.4f}" for result in found)])
-    if by_width:
-        curve = {result.width: result.fitted_kl for result in results if result.head == "softmax"}
-        rows += [[], *_worth(heads, columns, kls, curve), [], *_worst_starts(heads, columns, kls)]
-        rows += _limits(heads, columns, kls)
-    sizes = [max((len(row[i]) for row in rows if len(row) > i), default=0) for i in range(len(columns) + 1)]
+    rows = [["head", *map(str, columns)], *section(lambda one: f"{one.fitted_kl:.4f}")]
+    if not by_width:
+        return "\n".join(["the same, by free numbers per context: K d + K - 1", *ruled(rows)])
+    curve = {one.width: one.fitted_kl for one in results if one.head == "softmax"}
+    worth = [row for row in section(lambda one: _softmax_width(one, curve)) if not Head.parse(row[0]).is_softmax]
+    rows += [[], ["softmax of equal KL"], *worth]
+    rows += [[], ["KL from the worst start"], *section(lambda one: f"{one.worst_fitted_kl:.4f}")]
+    limits = [row for row in section(_limit_text) if any(row[1:])]
+    rows += [[], ["at most, by containment"], *limits] if limits else []
+    return "\n".join(["KL (nats) of the best fit, by width d", *ruled(rows)])
+
+
+def ruled(rows: Sequence[Sequence[str]], headings: int = 1) -> list[str]:
+    """Lines of a table whose first column stands to the left and all others to the right, with rules."""
+    sizes = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
     lines = [
-        "  ".join(
-            cell.ljust(size) if i == 0 else cell.rjust(size)
-            for i, (cell, size) in enumerate(zip(row, sizes, strict=False))
-        )
-        for row in rows
+        "  ".join(f"{cell:{'>' if place else '<'}{sizes[place]}}" for place, cell in enumerate(row)) for row in rows
     ]
     rule = "-" * len(lines[0])
-    return "\n".join([title, rule, lines[0], rule, *lines[1:], rule])
+    return [rule, *lines[:headings], rule, *lines[headings:], rule]
 
 
-_Found = dict[tuple[str, int], CapacityResult]
-
-
-def _worth(heads: Sequence[str], columns: Sequence[int], kls: _Found, curve: dict[int, float]) -> list[list[str]]:
+def _softmax_width(result: CapacityResult, curve: Mapping[int, float]) -> str:
     """The softmax width of equal KL."""
-    rows = [["softmax of equal KL"]]
-    for head in heads:
-        if Head.parse(head).is_softmax:
-            continue
-        cells = []
-        for column in columns:
-            result = kls.get((head, column))
-            width = math.nan if result is None else softmax_width_of_equal_kl(result.fitted_kl, curve)
-            outside = f"> {max(curve)}" if math.isinf(width) else f"< {min(curve)}"
-            cells.append("" if math.isnan(width) else f"{width:.1f}" if 0.0 < width < math.inf else outside)
-        rows.append([_shown(head), *cells])
-    return rows
-
-
-def _worst_starts(heads: Sequence[str], columns: Sequence[int], kls: _Found) -> list[list[str]]:
-    rows = [["KL from the worst start"]]
-    for head in heads:
-        found = [kls.get((head, column)) for column in columns]
-        rows.append([_shown(head), *("" if result is None else f"{result.worst_fitted_kl:.4f}" for result in found)])
-    return rows
-
-
-def _limits(heads: Sequence[str], columns: Sequence[int], kls: _Found) -> list[list[str]]:
-    """KLs of contained heads that no fit has reached; no rows if there are none."""
-    rows = []
-    for head in heads:
-        found = [kls.get((head, column)) for column in columns]
-        cells = [_limit_text(result) for result in found]
-        if any(cells):
-            rows.append([_shown(head), *cells])
-    return [[], ["at most, by containment"], *rows] if rows else []
-
-
-def _limit_text(result: CapacityResult | None) -> str:
-    if result is None or result.limit_kl is None:
+    width = softmax_width_of_equal_kl(result.fitted_kl, curve)
+    if math.isnan(width):
         return ""
-    text = f"{result.limit_kl:.4f}"
+    return f"{width:.1f}" if 0.0 < width < math.inf else f"> {max(curve)}" if width else f"< {min(curve)}"
+
+
+def _limit_text(result: CapacityResult) -> str:
+    """The KL of a contained head, where no fit has reached it."""
+    text = "" if result.limit_kl is None else f"{result.limit_kl:.4f}"
     return "" if text == f"{result.fitted_kl:.4f}" else text
 
 
-def _shown(head: str) -> str:
+def head_text(head: str) -> str:
+    """``gss(k=0.0)`` as ``gss(k=0)``."""
     return head.replace("=0.0)", "=0)")

@@ -5,14 +5,14 @@ follows training: it averages the weights, and when averaging begins must not de
 printed is made from the records (:mod:`sigsoftmax.report.comparisons`), as the page is: tables and sentences of the
 heads and seeds that the folder has under this budget, whichever command trained them.
 
-Shapes: L positions of the test text, V words.
+Shapes: L positions of the test text, T of a block, V vocabulary.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -21,46 +21,52 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.spectrum.streaming import streamed_spectrum
-from sigsoftmax.experiments.display import RunPlan, WholeLine
+from sigsoftmax.experiments.display import RunPlan, Say, WholeLine, counted
 from sigsoftmax.experiments.reproduce.run_times import EpochTimes, measure_epochs
+from sigsoftmax.experiments.runs.executors import After, train_runs
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
-from sigsoftmax.experiments.runs.log_outputs import log_output_blocks
-from sigsoftmax.experiments.runs.run import Resources, Run, folder_name, planned_runs
-from sigsoftmax.experiments.runs.training_runs import After, train_runs
+from sigsoftmax.experiments.runs.ranks import log_output_blocks
+from sigsoftmax.experiments.runs.run import (
+    Resources,
+    Run,
+    check_setting,
+    epoch_records,
+    folder_name,
+    payloads,
+    planned_runs,
+)
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.recipes import recipe, with_overrides, written_changes
-from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.saved_models import load_model
 from sigsoftmax.lm.training.trainer import Diverged, resolve_device
-from sigsoftmax.records import Environment, Record, read, store
+from sigsoftmax.records import Environment, Record, store
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
-from sigsoftmax.records.schemas.training import Budget, ComparisonRecord, EpochRecord
+from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
 from sigsoftmax.report import ReportConfig, recorded_comparisons, write_report
 from sigsoftmax.report.comparisons import Comparison
 from sigsoftmax.report.verdicts import QUESTION, verdict
 from sigsoftmax.synthetic import batch_means
 
-__all__ = ["HEADS", "CompareConfig", "Measured", "run"]
+__all__ = ["HEADS", "CompareConfig", "ComparedRun", "run"]
 
-Say = Callable[[str], None]
 T = TypeVar("T")
 
 HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "gss-0.2", "gss-0", "mos", "moss")
 """softmax with its logits scaled is the control for sigsoftmax, whose slope is between 1 and 2"""
 QUICK_HEADS = ("softmax", "softmax-1.5", "sigsoftmax", "mos")
-QUICK_EPOCHS = {"training": 4, "finetuning": 2}
+QUICK_EPOCHS = {"training.epochs": 4, "finetuning.epochs": 2}
 PROCESS_SECONDS = 5.0
 """until the processes of a phase have imported torch, on a CPU; a guess, and little beside most comparisons"""
 RANK_POSITIONS = 4096
-"""of the test text, evenly spread, in the matrix whose rank is measured"""
+"""positions of the test text, evenly spread, in the matrix whose rank is measured"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class ComparedRun:
     """Test perplexity, KL to the truth and rank of a trained run, and the spectrum behind the rank."""
 
     record: ComparisonRecord
@@ -70,13 +76,15 @@ class Measured:
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
     heads: tuple[str, ...] = ()
-    """as recipes name them; none: a choice"""
+    """heads as recipes name them, as softmax,gss-0.2,mos; none: a choice of seven"""
     setting: str | None = None
-    """of the recipes: None is ``language``, or ``tiny`` where a text is given"""
+    """setting of the recipes; None: ``language``, or ``tiny`` where a text is given"""
     changes: tuple[str, ...] = ()
-    """to every recipe alike, as ``training.epochs=20``"""
+    """changes to every recipe alike, as ``training.epochs=20``"""
     seeds: tuple[int, ...] = (1,)
+    """seeds of each head"""
     out: Path = Path("runs/compare")
+    """folder for runs, records and the page"""
     quick: bool = False
     """fewer heads and epochs"""
     resources: Resources = field(default_factory=lambda: Resources(at_once=os.cpu_count() or 1))
@@ -84,8 +92,7 @@ class CompareConfig:
     def __post_init__(self) -> None:
         if not self.seeds:
             raise ValueError("a comparison needs at least one seed")
-        if self.setting is not None and self.setting not in SETTINGS:
-            raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {self.setting!r}")
+        check_setting(self.setting)
         if any(change.strip().startswith(("model.head", "corpus")) for change in self.changes):
             raise ValueError("heads are chosen with --heads and the text with --data; leave them out of the changes")
         self.recipes()
@@ -96,15 +103,13 @@ class CompareConfig:
 
     @property
     def all_changes(self) -> tuple[str, ...]:
-        """Those that were given, and those that a quick comparison makes."""
-        if not self.quick:
-            return self.changes
+        """The changes that were given, and those that a quick comparison makes."""
         given = {change.partition("=")[0].strip() for change in self.changes}
-        quick = {f"{phase}.epochs": epochs for phase, epochs in QUICK_EPOCHS.items()}
+        quick = QUICK_EPOCHS if self.quick else {}
         return (*self.changes, *(f"{path}={epochs}" for path, epochs in quick.items() if path not in given))
 
     def budget(self) -> Budget:
-        """What every head is given, as the records say it; the same whichever heads are chosen."""
+        """The budget of every head, as the records say it; the same whichever heads are chosen."""
         changes = written_changes(self.all_changes)
         # In some settings mixtures have other numbers of epochs, which follow from the setting.
         of_softmax = with_overrides(
@@ -126,69 +131,62 @@ class CompareConfig:
         return planned_runs(self.recipes(), self.seeds, self.out)
 
 
-def run(config: CompareConfig, say: Say, stream: TextIO | None = None) -> list[Measured]:
+def run(config: CompareConfig, say: Say, stream: TextIO | None = None) -> list[ComparedRun]:
     """Say how long it takes, train, measure, print, record, report. What an earlier attempt trained stays as it is.
 
     A head that diverges is left out; that is raised when the others have been compared. ``stream`` gets the line about
     the progress of all runs; None: the error stream.
     """
     with FolderLock(config.out):
-        return _compared(config, say, stream or sys.stderr)
-
-
-def _compared(config: CompareConfig, say: Say, stream: TextIO) -> list[Measured]:
-    runs = config.runs()
-    corpus = config.resources.corpus(runs[0].recipe.corpus)
-    say(_introduction(config, runs, corpus))
-    plans = _plans(runs, corpus, config.resources)
-    seconds = _seconds_of_all(plans, config.resources)
-    say(_foretold(plans, seconds, config.resources))
-    results, errors = _trained(runs, config.resources, WholeLine(plans, seconds, stream))
-    budget = config.budget()
-    results = [replace(measured, record=replace(measured.record, budget=budget)) for measured in results]
-    for error in errors:
-        say(f"Left out: {error}")
-    if results:
-        _write(config, results, say)
+        runs = config.runs()
+        corpus = config.resources.corpus(runs[0].recipe.corpus)
+        say(_introduction(config, runs, corpus))
+        plans = _plans(runs, corpus, config.resources)
+        seconds = _seconds_of_all(plans, config.resources)
+        say(_foretold(plans, seconds, config.resources))
+        with WholeLine(plans, seconds, stream or sys.stderr) as shown:
+            results, errors = _trained(runs, config.resources, shown)
+        budget = config.budget()
+        results = [replace(compared, record=replace(compared.record, budget=budget)) for compared in results]
+        for error in errors:
+            say(f"Left out: {error}")
+        if results:
+            _write(config, results, say)
     if errors:
         raise errors[0]
     return results
 
 
-def _trained(runs: list[Run], resources: Resources, display: WholeLine) -> tuple[list[Measured], list[Diverged]]:
-    """Of the heads whose seeds all came through."""
-    found: dict[Run, Measured] = {}
+def _trained(runs: list[Run], resources: Resources, shown: WholeLine) -> tuple[list[ComparedRun], list[Diverged]]:
+    """The results of the heads whose seeds all came through, and what became of the others."""
     errors: list[Diverged] = []
-    with display as shown:
 
-        def trained(chosen: list[Run], after: After[T]) -> dict[Run, T]:
-            results: dict[Run, T] = {}
-            try:
-                for ended, result in train_runs(chosen, resources, after, shown.watch):
-                    shown.ended(ended)
-                    results[ended] = result
-            except Diverged as error:
-                errors.append(error)
-            lost = {one.recipe.name for one in chosen if one not in results}
-            for one in chosen:
-                if one.recipe.name in lost:
-                    shown.left_out(one)
-                    shown.left_out(one.finetuning())
-            return {one: results[one] for one in chosen if one.recipe.name not in lost}
+    def trained(chosen: list[Run], after: After[Run, T]) -> dict[Run, T]:
+        results: dict[Run, T] = {}
+        try:
+            for ended, result in train_runs(chosen, resources, after, shown.watch):
+                shown.ended(ended)
+                results[ended] = result
+        except Diverged as error:
+            errors.append(error)
+        lost = {one.recipe.name for one in chosen if one not in results}
+        for one in chosen:
+            if one.recipe.name in lost:
+                shown.left_out(one)
+                shown.left_out(one.finetuning())
+        return {one: results[one] for one in chosen if one.recipe.name not in lost}
 
-        if _is_finetuned(runs[0].recipe):
-            runs = [one.finetuning() for one in trained(runs, _nothing)]
-        if runs:
-            found = trained(runs, measure)
-    return list(found.values()), errors
+    if _is_finetuned(runs[0].recipe):
+        runs = [one.finetuning() for one in trained(runs, _nothing)]
+    return list(trained(runs, measure).values()) if runs else [], errors
 
 
-def _write(config: CompareConfig, results: list[Measured], say: Say) -> None:
+def _write(config: CompareConfig, results: list[ComparedRun], say: Say) -> None:
     """Record what was measured; say and show what the records now hold."""
     records = config.out / "comparison.jsonl"
     environment = Environment.here(resolve_device(config.resources.device))
     store(records, [Record.of(payload, environment) for found in results for payload in (found.record, found.spectrum)])
-    own = [measured.record for measured in results]
+    own = [found.record for found in results]
     for comparison in recorded_comparisons((records,)):
         # Others in the same folder, of another text or budget, are on the page alone.
         if any(record in comparison.records for record in own):
@@ -207,8 +205,7 @@ def _write(config: CompareConfig, results: list[Measured], say: Say) -> None:
 def _say(comparison: Comparison, own: list[ComparisonRecord], say: Say) -> None:
     earlier = sum(record not in own for record in comparison.records)
     if earlier:
-        runs = "1 run" if earlier == 1 else f"{earlier} runs"
-        say(f"With {runs} of earlier comparisons in this folder under the same budget.")
+        say(f"With {counted(earlier, 'run')} of earlier comparisons in this folder under the same budget.")
     say(comparison.ranking.table().to_text())
     say(comparison.details().to_text())
     said = [*verdict(comparison.ranking), *comparison.findings()]
@@ -217,12 +214,9 @@ def _say(comparison: Comparison, own: list[ComparisonRecord], say: Say) -> None:
 
 def _epochs_of_all(out: Path, records: Path) -> list[Path]:
     """The epochs of all runs that the records hold; a run that diverged is not among them."""
-    compared = {
-        (folder_name(record.payload_as(ComparisonRecord).run.recipe), str(record.payload_as(ComparisonRecord).run.seed))
-        for record in read(records, malformed="skip")
-        if record.kind == ComparisonRecord.KIND
-    }
-    return sorted(path for recipe, seed in compared for path in (out / recipe / seed).glob("*/records.jsonl"))
+    compared = {record.run for record in payloads(records, ComparisonRecord)}
+    folders = {out / folder_name(run.recipe) / str(run.seed) for run in compared}
+    return sorted(path for folder in folders for path in folder.glob("*/records.jsonl"))
 
 
 def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str:
@@ -234,13 +228,12 @@ def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str
             f"{corpus.train.numel():,} words sampled from a language of known truth ({language.description}; "
             f"{language.num_contexts} contexts, {language.vocabulary} words, log P of rank {language.log_rank})"
         )
-    seeds = f"{len(config.seeds)} seed{'s' if len(config.seeds) > 1 else ''}"
     width = recipes[0].model.embedding
     epochs = f"{runs[0].epochs} epochs"
     if _is_finetuned(recipes[0]):
         epochs += f" and {runs[0].finetuning().epochs} with averaged weights"
     return (
-        f"{len(recipes)} heads, {seeds}, {epochs} each, width {width}; {text}.\n"
+        f"{len(recipes)} heads, {counted(len(config.seeds), 'seed')}, {epochs} each, width {width}; {text}.\n"
         f"Runs are kept in {config.out}: the same command goes on where it was stopped."
     )
 
@@ -249,28 +242,16 @@ def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str
 
 
 def _plans(runs: Sequence[Run], corpus: Corpus, resources: Resources) -> dict[Run, RunPlan]:
-    """What every phase of every run is expected to take, by a few updates of each head."""
+    """The time that every phase of every run is expected to take, by a few updates of each head."""
     phases = [*runs, *(run.finetuning() for run in runs if _is_finetuned(run.recipe))]
-    left = {run: max(run.epochs - _epochs_done(run), 0) for run in phases}
-    times: dict[str, EpochTimes] = {}
-    for run in phases:
-        if left[run] and run.recipe.name not in times:
-            times[run.recipe.name] = measure_epochs(run.recipe, corpus, resources)
-
-    def plan(run: Run) -> RunPlan:
-        known = times.get(run.recipe.name)
-        seconds = 0.0 if known is None else known.train if run.phase == "train" else known.finetune
-        return RunPlan(epoch_seconds=seconds, epochs_left=left[run])
-
-    return {run: plan(run) for run in phases}
-
-
-def _epochs_done(run: Run) -> int:
-    path = run.path / "records.jsonl"
-    if not path.is_file():
-        return 0
-    records = [record for record in read(path, malformed="skip") if record.kind == EpochRecord.KIND]
-    return max((record.payload_as(EpochRecord).epoch for record in records), default=0)
+    left = {run: run.epochs - max((epoch.epoch for epoch in epoch_records(run)), default=0) for run in phases}
+    recipes = dict.fromkeys(run.recipe for run in phases if left[run] > 0)
+    times = {recipe: measure_epochs(recipe, corpus, resources) for recipe in recipes}
+    nothing = EpochTimes(train=0.0, finetune=0.0)
+    return {
+        run: RunPlan(epoch_seconds=times.get(run.recipe, nothing).of(run.phase), epochs_left=max(left[run], 0))
+        for run in phases
+    }
 
 
 def _seconds_of_all(plans: Mapping[Run, RunPlan], resources: Resources) -> float:
@@ -299,16 +280,14 @@ def _foretold(plans: Mapping[Run, RunPlan], seconds: float, resources: Resources
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure(run: Run, corpus: Corpus, resources: Resources) -> Measured:
+def measure(run: Run, corpus: Corpus, resources: Resources) -> ComparedRun:
     """Test perplexity, KL to the truth and rank of a trained run, on the test text."""
     device = resolve_device(resources.device)
     loaded = load_model(run.best, device=device)
     valid = evaluate(loaded.model, batchify(corpus.valid, run.recipe.training.evaluation_batch))
     targets_L = corpus.test[1:]
     contexts = corpus.contexts("test")
-    losses: list[Tensor] = []
-    kls: list[Tensor] = []
-    chosen: list[Tensor] = []
+    losses, kls, chosen = list[Tensor](), list[Tensor](), list[Tensor]()
     stride = -(-targets_L.numel() // RANK_POSITIONS)
     start = 0
     for log_probs_TV in log_output_blocks(loaded.model, corpus.test):
@@ -319,20 +298,18 @@ def measure(run: Run, corpus: Corpus, resources: Resources) -> Measured:
             kls.append(corpus.language.position_kl(contexts[start + 1 : end + 1], log_probs_TV))
         chosen.append(log_probs_TV[-start % stride :: stride].clone())
         start = end
-    losses_L = torch.cat(losses)
-    kl_L = torch.cat(kls) if kls else None
-    kl = None if kl_L is None else batch_means(kl_L)
+    kl = batch_means(torch.cat(kls)) if kls else None
     spectrum = streamed_spectrum(chosen)
     spectrum = replace(spectrum, source=f"log P of {run.name} at {spectrum.contexts:,} positions of {corpus.name} test")
-    epochs = list(_epoch_records(run))
+    epochs = epoch_records(*dict.fromkeys([replace(run, phase="train"), run]))
     head = Head.parse(run.recipe.model.head)
-    return Measured(
+    return ComparedRun(
         record=ComparisonRecord(
             run=loaded.run,
             epochs=len(epochs),
             updates=sum(epoch.updates for epoch in epochs),
             valid_loss=valid.loss,
-            test_loss=float(losses_L.mean()),
+            test_loss=float(torch.cat(losses).mean()),
             entropy_rate=None if corpus.language is None else corpus.language.entropy_rate,
             kl=None if kl is None else kl.mean,
             kl_standard_error=None if kl is None else kl.standard_error,
@@ -352,16 +329,3 @@ def _is_finetuned(recipe: Recipe) -> bool:
 
 def _nothing(run: Run, corpus: Corpus, resources: Resources) -> None:
     """To be done with a run that is finetuned next."""
-
-
-def _epoch_files(run: Run) -> list[Path]:
-    """The records of a run's phases up to this one."""
-    phases = {run.path, replace(run, phase="train").path}
-    return [path / "records.jsonl" for path in sorted(phases, reverse=True)]
-
-
-def _epoch_records(run: Run) -> Iterator[EpochRecord]:
-    for path in _epoch_files(run):
-        for record in read(path, malformed="skip"):
-            if record.kind == EpochRecord.KIND:
-                yield record.payload_as(EpochRecord)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +17,15 @@ from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
+from sigsoftmax.experiments.capacity import head_text, ruled
+from sigsoftmax.experiments.display import Say
 from sigsoftmax.experiments.pictures import draw_bottleneck
+from sigsoftmax.experiments.runs.run import check_out
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.synthetic import Language
 
 __all__ = ["DemoConfig", "run"]
-
-Say = Callable[[str], None]
 
 HEADS = ("softmax", "sigsoftmax", "shifted_sigsoftmax(b=per_class)", "gss(k=0.2)", "gss(k=0)", "mos(K=4)", "moss(K=4)")
 FLOOR = 1e-4
@@ -38,16 +39,16 @@ class DemoConfig:
     """Nothing but the seed changes the language: it is not chosen for the picture."""
 
     seed: int = 0
+    """seed of the language and of the starts"""
     out: Path = Path("runs/demo")
     """folder for pictures and records"""
     quick: bool = False
-    """a smaller language, for a first look in some seconds"""
+    """a smaller language and no training, for a first look in some seconds"""
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"the output folder {self.out} is a file; choose another with --out")
+        check_out(self.out)
 
     @property
     def width(self) -> int:
@@ -114,22 +115,16 @@ def table(results: Sequence[CapacityResult], width: int) -> str:
     second = ("", "context", "parameters", "bound", "measured", "the fit", "start", "perplexity", "equal KL", "(s)")
     curve = softmax_curve(results)
     rows = [header, second, *(_row(result, curve) for result in at_width(results, width))]
-    sizes = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(size) if column == 0 else cell.rjust(size) for column, (cell, size) in enumerate(cells))
-        for cells in (list(zip(row, sizes, strict=True)) for row in rows)
-    ]
-    rule = "-" * len(lines[0])
     notes = (
         "KL, in nats, is that of the best fit of the head itself; the worst start shows the optimiser's share.",
         "Rank measured: singular values of log Q of that fit above 0.5 sqrt(M + N + 1) sigma_max eps32.",
     )
-    return "\n".join([f"Width d = {width}", rule, *lines[:2], rule, *lines[2:], rule, *notes])
+    return "\n".join([f"Width d = {width}", *ruled(rows, headings=2), *notes])
 
 
 def _row(result: CapacityResult, curve: dict[int, float]) -> tuple[str, ...]:
     return (
-        _name(result),
+        head_text(result.head),
         str(result.numbers_per_context),
         f"{result.output_parameters:,}",
         str(result.rank_bound),
@@ -140,10 +135,6 @@ def _row(result: CapacityResult, curve: dict[int, float]) -> tuple[str, ...]:
         _width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve),
         f"{result.seconds:.1f}",
     )
-
-
-def _name(result: CapacityResult) -> str:
-    return result.head.replace("=0.0)", "=0)")
 
 
 def _width_text(width: float, curve: dict[int, float]) -> str:
@@ -162,11 +153,11 @@ def softmax_curve(results: Sequence[CapacityResult]) -> dict[int, float]:
     return {result.width: result.fitted_kl for result in results if result.head == "softmax"}
 
 
-# --- the words ------------------------------------------------------------------------------------------------------
+# --- the text -------------------------------------------------------------------------------------------------------
 
 
 def findings(results: Sequence[CapacityResult], width: int, log_rank: int) -> list[str]:
-    """What the numbers say, sentence by sentence; nothing here is known beforehand."""
+    """Sentences that follow from the numbers; nothing here is known beforehand."""
     here = {result.head: result for result in results if result.width == width}
     softmax = here["softmax"]
     curve = softmax_curve(results)
@@ -192,12 +183,10 @@ def _necessary(curve: dict[int, float], log_rank: int) -> str:
 def _sigsoftmax(softmax: CapacityResult, sigsoftmax: CapacityResult) -> str:
     gain = 1.0 - sigsoftmax.fitted_kl / softmax.fitted_kl
     ranks = f"numerical rank {sigsoftmax.rank} where softmax has {softmax.rank}"
-    limit = (
-        ""
-        if sigsoftmax.limit_kl is None
-        else f"\n  In the limit it reaches at most {sigsoftmax.limit_kl:.4f}, since it contains softmax there; the "
-        "fits did not go so far."
-    )
+    limit = ""
+    if sigsoftmax.limit_kl is not None:
+        limit = f"\n  In the limit it reaches at most {sigsoftmax.limit_kl:.4f}, since it contains softmax there; the "
+        limit += "fits did not go so far."
     if abs(gain) < EQUAL:
         return (
             f"- sigsoftmax has {ranks}, and the same KL within {abs(gain):.2%} "
@@ -211,7 +200,7 @@ def _others(softmax: CapacityResult, others: Sequence[CapacityResult], curve: di
     for result in sorted(others, key=lambda r: -r.fitted_kl):
         gain = 1.0 - result.fitted_kl / softmax.fitted_kl
         worth = _width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve)
-        parts.append(f"\n    {_name(result)}: {_change(gain)}, worth softmax of {worth}")
+        parts.append(f"\n    {head_text(result.head)}: {_change(gain)}, worth softmax of {worth}")
     caution = (
         "\n  A head that contains another goes on from its solution, and so is fitted longer: gaps of a few percent,"
         "\n  as between MoS and MoSS, may be the optimiser's."

@@ -1,4 +1,4 @@
-"""What a person sees of runs while they train: bars with rich, one changing line without it, lines in a file.
+"""Displays of runs while they train: bars with rich, one changing line without it, lines in a file.
 
 All of it goes to the error stream, so that the output holds results alone.
 """
@@ -6,12 +6,13 @@ All of it goes to the error stream, so that the output holds results alone.
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 from sigsoftmax.experiments.runs.run import Run
@@ -21,16 +22,22 @@ from sigsoftmax.terminal import above_bars, clear_line, console
 
 __all__ = [
     "Display",
+    "Pace",
     "RunPlan",
+    "Say",
     "Watcher",
     "WholeLine",
+    "counted",
     "make_display",
     "perplexity_text",
     "watching",
 ]
 
+Say = Callable[[str], None]
+"""Prints a line or a paragraph"""
+
 REMEMBERED_EPOCHS = 5
-"""the last epochs, whose mean length foretells the rest"""
+"""number of last epochs whose mean length foretells the rest"""
 UPDATE_LINE_SECONDS = 10.0
 """between two plain lines about updates: short epochs have a line of their own soon enough"""
 REFRESH_SECONDS = 0.1
@@ -38,7 +45,21 @@ REFRESH_SECONDS = 0.1
 WHOLE_SECONDS = 10.0
 """between two lines about all runs, in a file"""
 FORETELLS = 0.2
-"""of the work: once so much is done, what it took foretells the rest, and the plan no longer does"""
+"""share of the work after which the time it took foretells the rest, and the plan no longer does"""
+
+
+class Pace:
+    """Tells when the next of many lines is due: so many seconds after the last."""
+
+    def __init__(self, seconds: float, *, last: float = -math.inf) -> None:
+        self._seconds, self._last = seconds, last
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
 
 
 class Watcher(Protocol):
@@ -47,28 +68,42 @@ class Watcher(Protocol):
     def watch(self, run: Run, progress: Progress) -> None: ...
 
 
-class Display(Watcher, AbstractContextManager["Display"], Protocol):
-    """Shows runs, and lines that are said meanwhile."""
+class Display:
+    """Shows runs, and lines that are said meanwhile; this one shows nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def watch(self, run: Run, progress: Progress) -> None:
+        """Show where a run stands."""
 
     def note(self, text: str) -> None:
-        """A line about what is done besides training."""
+        """Show a line about what is done besides training."""
 
     def ended(self, run: Run) -> None:
-        """No more will be heard of this run."""
+        """Forget this run: no more will be heard of it."""
 
 
-def make_display(stream: TextIO | None = None, *, rest: float = 0.0) -> Display:
-    """What suits the stream, the error stream by default. ``rest``: least seconds between two plain lines."""
+def make_display(stream: TextIO | None = None) -> Display:
+    """The display that suits the stream, the error stream by default."""
     stream = stream or sys.stderr
     if not stream.isatty():
-        return PlainLines(stream, rest=rest)
+        return PlainLines(stream)
     try:
         return RichBars(stream)
     except ModuleNotFoundError:
         return ChangingLine(stream)
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def counted(number: float, what: str) -> str:
+    """``1 seed`` or ``3 seeds``."""
+    return f"{number:g} {what}{'' if number == 1 else 's'}"
 
 
 def perplexity_text(loss: float) -> str:
@@ -96,30 +131,33 @@ def epoch_line(progress: Progress, seconds_left: float | None) -> str:
         f"validation {record.valid_loss:.4f} (perplexity {perplexity_text(record.valid_loss)})"
         + (", the best so far" if record.is_best else ""),
         f"{progress.tokens_per_second:,.0f} tokens/s",
-        duration_text(record.seconds_training + record.seconds_validation),
+        duration_text(_epoch_seconds(progress)),
     ]
     if seconds_left:
         parts.append(f"{duration_text(seconds_left)} left")
     return ", ".join(parts)
 
 
+def _epoch_seconds(progress: Progress) -> float:
+    assert progress.record is not None
+    return progress.record.seconds_training + progress.record.seconds_validation
+
+
 class Forecast:
-    """How long each run will take, from its last epochs."""
+    """Foretells from its last epochs how long each run will take."""
 
     def __init__(self) -> None:
-        self._epochs: dict[Run, list[float]] = {}
+        self._epochs: dict[Run, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED_EPOCHS))
 
     def seconds_left(self, run: Run, progress: Progress) -> float | None:
         """Until the last epoch has ended; None while there is nothing to go by."""
-        epochs = self._epochs.setdefault(run, [])
+        epochs = self._epochs[run]
+        this_epoch = progress.seconds_left
         if progress.record is not None:
-            epochs.append(progress.record.seconds_training + progress.record.seconds_validation)
-            del epochs[:-REMEMBERED_EPOCHS]
+            epochs.append(_epoch_seconds(progress))
             this_epoch = 0.0
-        elif progress.seconds_left is None:
+        if this_epoch is None:
             return None
-        else:
-            this_epoch = progress.seconds_left
         # In the first epoch its own length is all that is known, and validation is still to come.
         typical = (
             sum(epochs) / len(epochs) if epochs else this_epoch * progress.rows / max(progress.rows - progress.row, 1)
@@ -130,36 +168,22 @@ class Forecast:
 # --- displays ---------------------------------------------------------------------------------------------------------
 
 
-class PlainLines:
-    """A line an epoch, and in long epochs one every 200 updates; ``rest`` seconds lie between two lines at least."""
+class PlainLines(Display):
+    """One line per epoch, and in long epochs one every 200 updates."""
 
-    def __init__(self, stream: TextIO, *, rest: float = 0.0) -> None:
-        self._stream, self._rest, self._said = stream, rest, time.monotonic()
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._said = stream, time.monotonic()
         self._forecast = Forecast()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def watch(self, run: Run, progress: Progress) -> None:
-        quiet = time.monotonic() - self._said
         if progress.record is not None:
             line = epoch_line(progress, self._forecast.seconds_left(run, progress))
-            if quiet >= self._rest:
-                self._say(run, line)
-        elif progress.update % PART == 0 and quiet >= max(self._rest, UPDATE_LINE_SECONDS):
-            self._say(run, update_line(progress))
-
-    def _say(self, run: Run, line: str) -> None:
+        elif progress.update % PART == 0 and time.monotonic() - self._said >= UPDATE_LINE_SECONDS:
+            line = update_line(progress)
+        else:
+            return
         self._said = time.monotonic()
         self.note(f"{run.name}: {line}")
-
-    def ended(self, run: Run) -> None:
-        pass
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -170,33 +194,34 @@ class ChangingLine(PlainLines):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._drawn = -math.inf
+        self._pace = Pace(REFRESH_SECONDS)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._clear()
+    def __exit__(self, *error: object) -> None:
+        clear_line(self._stream)
 
     def watch(self, run: Run, progress: Progress) -> None:
         if progress.record is not None:
             super().watch(run, progress)
-            return
-        now = time.monotonic()
-        if now - self._drawn >= REFRESH_SECONDS:
-            self._drawn = now
-            self._clear()
-            self._stream.write(f"{run.name}: {update_line(progress)}"[: _terminal_width() - 1])
-            self._stream.flush()
+        elif self._pace.is_due():
+            _redraw(self._stream, f"{run.name}: {update_line(progress)}")
 
     def note(self, text: str) -> None:
-        self._clear()
+        clear_line(self._stream)
         super().note(text)
 
-    def _clear(self) -> None:
-        clear_line(self._stream)
+
+def _redraw(stream: TextIO, text: str) -> None:
+    """Replace the line that the cursor is in. One that wraps could not be replaced."""
+    clear_line(stream)
+    stream.write(text[: _terminal_width() - 1])
+    stream.flush()
 
 
-class RichBars:
+def _terminal_width() -> int:
+    return shutil.get_terminal_size().columns
+
+
+class RichBars(Display):
     """A bar for each run with its epoch, speed, loss, perplexity and the time left; a line above it for each epoch."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -217,7 +242,7 @@ class RichBars:
             redirect_stderr=False,
         )
         self._tasks: dict[Run, Any] = {}
-        self._drawn: dict[Run, float] = {}
+        self._paces: dict[Run, Pace] = defaultdict(lambda: Pace(REFRESH_SECONDS))
         self._forecast = Forecast()
         self._open = ExitStack()
 
@@ -226,16 +251,12 @@ class RichBars:
         self._open.enter_context(above_bars(self._console))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.close()
 
     def watch(self, run: Run, progress: Progress) -> None:
-        now = time.monotonic()
-        if progress.record is None and now - self._drawn.get(run, -math.inf) < REFRESH_SECONDS:
+        if not self._paces[run].is_due() and progress.record is None:
             return
-        self._drawn[run] = now
         left = self._forecast.seconds_left(run, progress)
         fields: dict[str, Any] = {
             "completed": progress.epoch - 1 + progress.row / progress.rows,
@@ -265,7 +286,7 @@ class RichBars:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What a run is expected to take."""
+    """The epochs that a run still needs, and the time that each is expected to take."""
 
     epoch_seconds: float
     epochs_left: int
@@ -275,7 +296,7 @@ class RunPlan:
         return self.epochs_left * self.epoch_seconds
 
 
-class WholeLine:
+class WholeLine(Display):
     """One line about many runs together: the share of the work that is done, the runs that have ended, the time left.
 
     On a terminal the line changes in its place; in a file a new one is written now and then. ``seconds`` is what all
@@ -291,16 +312,19 @@ class WholeLine:
         self._left = {run: plan.seconds for run, plan in plans.items()}
         self._open = set(plans)
         self._notes: set[str] = set()
-        self._began = self._drawn = time.monotonic()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began = time.monotonic()
+        self._pace = Pace(self._rest, last=self._began)
 
     def __enter__(self) -> Self:
-        self._began = self._drawn = time.monotonic()
+        self._begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._clear()
+    def __exit__(self, *error: object) -> None:
+        if self._changes:
+            clear_line(self._stream)
 
     def watch(self, run: Run, progress: Progress) -> None:
         if progress.note is not None:
@@ -314,18 +338,18 @@ class WholeLine:
         self._draw()
 
     def ended(self, run: Run) -> None:
-        """Nothing of this run remains to be done."""
         self._left[run] = 0.0
         self._open.discard(run)
         self._draw()
 
     def left_out(self, run: Run) -> None:
-        """A run that will not go on, or never begin."""
+        """Wait no longer for a run that will not go on, or never begin."""
         if run in self._open:
             self.ended(run)
 
     def note(self, text: str) -> None:
-        self._clear()
+        if self._changes:
+            clear_line(self._stream)
         print(text, file=self._stream, flush=True)
 
     @property
@@ -340,23 +364,11 @@ class WholeLine:
         return f"{done:.0%} done, {len(runs - going)} of {len(runs)} runs ended, about {duration_text(left)} left"
 
     def _draw(self) -> None:
-        now = time.monotonic()
-        if now - self._drawn < self._rest:
-            return
-        self._drawn = now
-        self._clear()
-        self._stream.write(self.line[: _terminal_width() - 1] if self._changes else f"{self.line}\n")
-        self._stream.flush()
-
-    def _clear(self) -> None:
-        if self._changes:
-            clear_line(self._stream)
-
-
-def _terminal_width() -> int:
-    import shutil
-
-    return shutil.get_terminal_size().columns
+        if self._pace.is_due():
+            if self._changes:
+                _redraw(self._stream, self.line)
+            else:
+                self.note(self.line)
 
 
 def watching(display: Display, *watchers: Watcher) -> Callable[[Run, Progress], None]:

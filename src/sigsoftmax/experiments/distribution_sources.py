@@ -1,4 +1,4 @@
-"""Where distributions come from: a synthetic language or a file of probabilities or log-probabilities.
+"""Distributions from a synthetic language or from a file of probabilities or log-probabilities.
 
 A language is written like ``of_rank(contexts=400, words=200, rank=100)``.
 

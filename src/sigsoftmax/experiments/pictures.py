@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.records.schemas.spectra import Spectrum
 
@@ -93,8 +95,8 @@ def _look(head: str) -> Look:
 
 
 def _plot(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more: Any) -> None:
-    drawn = {"color": look.color, "linestyle": look.line, "linewidth": look.size, "zorder": look.level, **more}
-    axes.plot(x, y, solid_capstyle="round", **drawn)
+    more = {"color": look.color, "linestyle": look.line, "linewidth": look.size, "zorder": look.level, **more}
+    axes.plot(x, y, solid_capstyle="round", **more)
 
 
 def _singular_values(axes: Axes, results: Sequence[CapacityResult], truth: Spectrum, width: int) -> None:
@@ -153,43 +155,41 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def _kl_curves(axes: Axes, results: Sequence[CapacityResult], width: int) -> None:
-    heads = list(dict.fromkeys(result.head for result in results))
+    looks = {result.head: _look(result.head) for result in results}
     # Between few widths a straight line lies below a bent curve, so all are drawn through the same widths.
-    shared = set.intersection(*({r.width for r in results if r.head == head} for head in heads))
+    shared = set.intersection(*({r.width for r in results if r.head == head} for head in looks))
     shown = [result for result in results if result.width in shared]
     highest = max(result.worst_fitted_kl for result in shown)
-    for head in heads:
-        curve = sorted((result for result in shown if result.head == head), key=lambda result: result.width)
-        x = [result.width for result in curve]
-        best, worst = (
-            [max(kl, KL_SHOWN / 30.0) for kl in kls]
-            for kls in ([r.fitted_kl for r in curve], [r.worst_fitted_kl for r in curve])
-        )
-        look = _look(head)
+    for head, look in looks.items():
+        curve = sorted((one.width, one.fitted_kl, one.worst_fitted_kl) for one in shown if one.head == head)
+        # A KL below the picture is drawn far enough below it for its line to leave it.
+        x, best, worst = np.maximum(np.array(curve), KL_SHOWN / 30.0).T
         axes.fill_between(x, best, worst, color=look.color, alpha=0.15, linewidth=0, zorder=look.level)
         _plot(axes, x, best, look, marker="o", markersize=4.0)
     axes.axvline(width, color="#444444", linewidth=0.9, linestyle=(0, (1, 2)))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(KL_SHOWN, highest * 1.4)
-    ticks = sorted(shared)
-    crowded = {tick for tick, following in itertools.pairwise(ticks) if following < 1.4 * tick}
-    axes.set_xticks(ticks, ["" if tick in crowded else str(tick) for tick in ticks])
-    axes.minorticks_off()
+    _label_widths(axes, sorted(shared))
     axes.set_xlabel("width d")
     axes.set_ylabel("KL of the fit to the truth (nats)")
     axes.set_title("Loss: sigsoftmax lies on softmax" if _coincide(results) else "Loss: best fit, shaded to the worst")
-    handles = [
-        axes.plot([], [], color=look.color, linestyle=look.line, linewidth=look.size, label=look.label)[0]
-        for look in map(_look, heads)
-    ]
-    axes.legend(handles=handles, loc="lower left", frameon=False, fontsize=9.5)
+    for look in looks.values():
+        axes.plot([], [], color=look.color, linestyle=look.line, linewidth=look.size, label=look.label)
+    axes.legend(loc="lower left", frameon=False, fontsize=9.5)
 
 
-def _coincide(results: Sequence[CapacityResult], *, within: float = 0.01) -> bool:
-    """Whether the fits of sigsoftmax and softmax differ by less than a hundredth of KL at every common width shown."""
+def _label_widths(axes: Axes, widths: Sequence[int]) -> None:
+    """Ticks at the widths; of those that lie close together the last has a label."""
+    crowded = {width for width, following in itertools.pairwise(widths) if following < 1.4 * width}
+    axes.set_xticks(widths, ["" if width in crowded else str(width) for width in widths])
+    axes.minorticks_off()
+
+
+def _coincide(results: Sequence[CapacityResult]) -> bool:
+    """True if the fits of sigsoftmax and softmax differ by less than a hundredth of KL at every common width shown."""
     softmax, sigsoftmax = (
         {r.width: r.fitted_kl for r in results if r.head == head} for head in ("softmax", "sigsoftmax")
     )
     shown = [width for width in sigsoftmax.keys() & softmax.keys() if softmax[width] > KL_SHOWN]
-    return bool(shown) and all(abs(sigsoftmax[width] / softmax[width] - 1.0) < within for width in shown)
+    return bool(shown) and all(abs(sigsoftmax[width] / softmax[width] - 1.0) < 0.01 for width in shown)

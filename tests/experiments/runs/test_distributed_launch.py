@@ -12,8 +12,8 @@ from tests.experiments.small_runs import SINGLE, sigsoftmax, small_resources, sm
 
 from sigsoftmax.experiments.runs.distributed_launch import joined
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
+from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.run import Resources
-from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.records import read
 from sigsoftmax.records.schemas.training import EpochRecord, EvaluationRecord
 

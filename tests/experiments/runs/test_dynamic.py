@@ -8,7 +8,7 @@ from tests.experiments.small_runs import small_resources, small_runs
 from sigsoftmax.experiments.runs import dynamic
 from sigsoftmax.experiments.runs.dynamic import DynamicConfig, known_runs, run, search_grid
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
-from sigsoftmax.experiments.runs.training_runs import train_runs
+from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.records import read
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord
 

@@ -6,9 +6,9 @@ import pytest
 from tests.experiments.small_runs import small_resources, small_runs, write_text
 
 from sigsoftmax.experiments.runs.evaluate import EvaluateConfig, evaluate_best, run
-from sigsoftmax.experiments.runs.log_outputs import log_output_blocks
+from sigsoftmax.experiments.runs.executors import train_runs
+from sigsoftmax.experiments.runs.ranks import log_output_blocks
 from sigsoftmax.experiments.runs.run import Resources
-from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.lm.training.saved_models import load_model
 from sigsoftmax.records import read
 

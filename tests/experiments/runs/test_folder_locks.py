@@ -88,7 +88,7 @@ def test_one_that_ends_soon_is_waited_for(tmp_path):
         ('{"process": "x"}', ""),
         (
             json.dumps({"process": 7, "host": "a\x1b]0;b\x07\u202e", "since": "then"}),
-            ": process 7 on a?]0;b??, since then",
+            r": process 7 on a\x1b]0;b\x07\u202e, since then",
         ),
     ],
 )

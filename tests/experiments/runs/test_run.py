@@ -1,22 +1,26 @@
 """Runs: which recipes and seeds, in which folders, and what is refused."""
 
+import os
 from pathlib import Path
 
 import pytest
 from tests.experiments.small_runs import small_resources, small_runs, write_text
 
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
+from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.run import (
     Resources,
     checkpoint_file,
     chosen_recipes,
+    epoch_records,
     folder_name,
+    payloads,
     planned_runs,
     run_in,
     text_of,
 )
-from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.lm.training.saved_models import load_model
+from sigsoftmax.records.schemas.training import EpochRecord, EvaluationRecord
 
 
 def test_every_recipe_meets_every_seed():
@@ -30,6 +34,18 @@ def test_every_recipe_meets_every_seed():
     ]
     assert all(run.recipe.training.epochs == 3 and run.recipe.overrides == ("training.epochs=3",) for run in runs)
     assert str(runs[0].finetuning().path) == "out/ptb-softmax/1/finetune"
+
+
+def test_records_are_read_by_their_kind_and_if_they_are_newer_than_the_weights(tmp_path):
+    [one] = small_runs(tmp_path, "tiny-softmax")
+    assert epoch_records(one, one.finetuning()) == []
+    [(_, evaluations)] = train_runs([one], small_resources(tmp_path), evaluate_best)
+    assert [epoch.epoch for epoch in epoch_records(one, one.finetuning())] == [1, 2]
+    path = one.path / "evaluations.jsonl"
+    assert payloads(path, EpochRecord) == []
+    assert payloads(path, EvaluationRecord, since=one.best) == evaluations
+    os.utime(path, (0, 0))
+    assert payloads(path, EvaluationRecord, since=one.best) == []
 
 
 def test_without_seeds_the_published_one_is_taken():

@@ -5,8 +5,8 @@ import torch
 from tests.experiments.small_runs import small_resources, small_runs
 
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
+from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.sample import SampleConfig, run, sampled_ids
-from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.lm.training.saved_models import load_model
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sigsoftmax.experiments.sweep.file import AskedSweep, asked_sweep, read_sweep_file
+from sigsoftmax.experiments.sweep.file import AskedSweep, read_sweep_file, with_file
 from sigsoftmax.experiments.sweep.plan import SweepConfig
 
 FILE = """
@@ -18,7 +18,6 @@ stop_when_stale = false
 [model]
 hidden = [[64, 128], [32, 128]]
 """
-NOTHING = {"recipes": [], "heads": [], "setting": None, "seeds": [], "baseline": [], "changes": []}
 
 
 def written(folder, text):
@@ -34,7 +33,7 @@ def trials_of(asked):
 
 
 def test_a_file_says_what_a_command_line_can_say(tmp_path):
-    from_file = asked_sweep(**{**NOTHING, "config": written(tmp_path, FILE)})
+    from_file = with_file(AskedSweep(), written(tmp_path, FILE))
     from_words = AskedSweep(
         recipes=("tiny-softmax", "tiny-sigsoftmax"),
         seeds=(0, 1),
@@ -53,15 +52,15 @@ def test_a_file_says_what_a_command_line_can_say(tmp_path):
 def test_a_list_that_is_one_value_stays_one(tmp_path):
     asked = read_sweep_file(written(tmp_path, 'recipe = "tiny-softmax"\n[model]\nhidden = [64, 128]'))
     [trial] = trials_of(asked)
-    assert trial.run.recipe.model.hidden == (64, 128)
+    assert trial.recipe.model.hidden == (64, 128)
 
 
 def test_words_add_to_a_file(tmp_path):
-    words = {"seeds": [5], "baseline": ["tiny-softmax"], "changes": ["training.clip=1"]}
-    asked = asked_sweep(**{**NOTHING, **words, "config": written(tmp_path, FILE)})
+    words = AskedSweep(seeds=(5,), baseline=("tiny-softmax",), changes=("training.clip=1",))
+    asked = with_file(words, written(tmp_path, FILE))
     assert (asked.seeds, asked.baseline, asked.changes[-1]) == ((5,), ("tiny-softmax",), "training.clip=1")
     with pytest.raises(ValueError, match="not both"):
-        asked_sweep(**{**NOTHING, "recipes": ["tiny-softmax"], "config": tmp_path / "sweep.toml"})
+        with_file(AskedSweep(recipes=("tiny-softmax",)), tmp_path / "sweep.toml")
 
 
 def test_heads_are_those_of_the_embedded_language_or_of_a_given_text(tmp_path):

@@ -50,18 +50,18 @@ def test_trials_are_recipes_times_points_times_seeds():
     assert len(planned) == len({trial.folder for trial in planned}) == len({trial.name for trial in planned}) == 24
     first, last = planned[0], planned[-1]
     assert first.name == "tiny-softmax, training.learning_rate=20, model.weight_drop=0, seed 0"
-    assert (last.run.recipe.training.learning_rate, last.run.recipe.model.weight_drop) == (30.0, 0.5)
-    assert {trial.run.recipe.training.epochs for trial in planned} == {3}
+    assert (last.recipe.training.learning_rate, last.recipe.model.weight_drop) == (30.0, 0.5)
+    assert {trial.recipe.training.epochs for trial in planned} == {3}
 
 
 def test_without_alternatives_folders_and_recipes_are_those_of_train():
     [trial] = config(seeds=(7,), changes=("training.epochs=3",), out=Path("x")).trials()
     assert trial.folder == Path("x/tiny-softmax/7")
-    assert trial.run.recipe == with_overrides(recipe("tiny-softmax"), ["training.epochs=3"])
+    assert trial.recipe == with_overrides(recipe("tiny-softmax"), ["training.epochs=3"])
 
 
 def test_seeds_are_the_published_ones_unless_given():
-    assert [trial.run.seed for trial in config("ptb-softmax", "ptb-mos").trials()] == [141, 28]
+    assert [trial.seed for trial in config("ptb-softmax", "ptb-mos").trials()] == [141, 28]
 
 
 def test_finetuning_of_a_fixed_length_follows_and_any_other_where_asked():

@@ -20,9 +20,9 @@ from tests.lm.runs import epochs_of
 from sigsoftmax import cli
 from sigsoftmax.experiments.runs import folder_locks
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
+from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources
-from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.experiments.sweep.plan import SweepConfig
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.records import read
@@ -68,7 +68,7 @@ def test_a_text_that_no_trial_has_is_told_before_ray_starts(tmp_path, capsys, no
 
 def test_without_ray_nothing_is_begun(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        "sigsoftmax.experiments.sweep.ray_executor.find_spec", lambda name: None if name == "ray" else name
+        "sigsoftmax.experiments.runs.ray_executor.find_spec", lambda name: None if name == "ray" else name
     )
     assert cli.main(["sweep", "language-softmax", "--out", str(tmp_path / "out")]) == 2
     assert "a sweep needs ray: pip install '.[sweep]' in the folder of sigsoftmax" in capsys.readouterr().err
@@ -250,7 +250,7 @@ def straight(tmp_path_factory):
         changes=tuple(change for change in SINGLE if not change.startswith("training.epochs")) + LONG,
         out=folder / "out",
     )
-    runs = [trial.run for trial in chosen.trials()]
+    runs = chosen.trials()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

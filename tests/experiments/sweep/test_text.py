@@ -17,13 +17,13 @@ def config(*names, **options):
 
 def record(trial, test_loss, *, kl=None, checksum="x"):
     run = RunIdentity(
-        recipe=trial.run.recipe.name,
-        overrides=trial.run.recipe.overrides,
+        recipe=trial.recipe.name,
+        overrides=trial.recipe.overrides,
         phase=trial.last.phase,
-        head=trial.run.recipe.model.head,
-        corpus=trial.run.recipe.corpus,
+        head=trial.recipe.model.head,
+        corpus=trial.recipe.corpus,
         corpus_checksum=checksum,
-        seed=trial.run.seed,
+        seed=trial.seed,
         precision="float32",
         parameters=10,
     )
@@ -50,7 +50,7 @@ def test_differences_are_taken_at_the_same_point_from_the_baseline():
     }
     trials = chosen.trials()
     ended = {
-        trial: record(trial, levels[trial.run.recipe.name, trial.point[0].partition("=")[2]] + 0.01 * trial.run.seed)
+        trial: record(trial, levels[trial.recipe.name, trial.point[0].partition("=")[2]] + 0.01 * trial.seed)
         for trial in trials
     }
     found = differences(groups_of(trials, ended), chosen)
@@ -74,7 +74,7 @@ def test_the_table_has_means_deviations_differences_and_failures():
     chosen = config("tiny-softmax", "tiny-gss-0", "tiny-mos", seeds=(1, 2, 3))
     trials = chosen.trials()
     losses = {"tiny-softmax": (4.0, 4.2, 4.4), "tiny-gss-0": (3.0, 3.2, 3.41), "tiny-mos": (4.0, 4.3, 4.35)}
-    ended = {trial: record(trial, losses[trial.run.recipe.name][trial.run.seed - 1]) for trial in trials}
+    ended = {trial: record(trial, losses[trial.recipe.name][trial.seed - 1]) for trial in trials}
     lost = trials[-1]
     del ended[lost]
     text = results_table(groups_of(trials, ended), {lost: "the loss became nan"}, chosen)
@@ -93,8 +93,7 @@ def test_where_the_truth_is_known_it_is_the_measure():
     chosen = config("language-softmax", "language-mos", seeds=(1, 2))
     trials = chosen.trials()
     ended = {
-        trial: record(trial, 5.0, kl=0.5 - 0.1 * ("mos" in trial.run.recipe.name) + 0.01 * trial.run.seed)
-        for trial in trials
+        trial: record(trial, 5.0, kl=0.5 - 0.1 * ("mos" in trial.recipe.name) + 0.01 * trial.seed) for trial in trials
     }
     groups = groups_of(trials, ended)
     [found] = differences(groups, chosen)
@@ -109,7 +108,7 @@ def test_where_the_truth_is_known_it_is_the_measure():
 def test_two_seeds_have_no_interval_however_near_they_fall():
     chosen = config("tiny-softmax", "tiny-mos", seeds=(1, 2))
     trials = chosen.trials()
-    ended = {trial: record(trial, 4.0 - ("mos" in trial.run.recipe.name)) for trial in trials}
+    ended = {trial: record(trial, 4.0 - ("mos" in trial.recipe.name)) for trial in trials}
     [found] = differences(groups_of(trials, ended), chosen)
     assert (found.mean, found.low, found.high) == (-1.0, None, None)
     text = results_table(groups_of(trials, ended), {}, chosen)
@@ -147,7 +146,7 @@ def test_trials_on_different_texts_are_not_compared():
 def test_recipes_on_different_texts_have_no_difference():
     chosen = config("tiny-softmax", "wt2-mos", "tiny-mos", seeds=(1, 2))
     trials = chosen.trials()
-    ended = {trial: record(trial, 4.0, checksum=trial.run.recipe.corpus) for trial in trials}
+    ended = {trial: record(trial, 4.0, checksum=trial.recipe.corpus) for trial in trials}
     groups = groups_of(trials, ended)
     assert [found.recipe for found in differences(groups, chosen)] == ["tiny-mos"]
     [line] = [line for line in results_table(groups, {}, chosen).splitlines() if line.startswith("wt2-mos")]

@@ -7,12 +7,14 @@ import pytest
 from tests.experiments.small_runs import SINGLE, small_resources, small_runs
 from tests.lm.runs import assert_same_end, epochs_of
 
+from sigsoftmax.experiments.runs import executors, ray_executor
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
-from sigsoftmax.experiments.runs.training_runs import train_runs
-from sigsoftmax.experiments.sweep import trials as sweep_trials
+from sigsoftmax.experiments.runs.executors import Failed, train_runs
+from sigsoftmax.experiments.runs.ray_executor import Place, work
+from sigsoftmax.experiments.runs.run import epoch_records
 from sigsoftmax.experiments.sweep.manifest import PLAN_FILE
 from sigsoftmax.experiments.sweep.plan import SweepConfig, Trial
-from sigsoftmax.experiments.sweep.trials import Failed, Place, epoch_records, finished_record, gathered, run_trial
+from sigsoftmax.experiments.sweep.trials import finish_trial, finished_record, gathered
 from sigsoftmax.lm.data import corpus as data
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.records.schemas.sweeps import TrialRecord
@@ -30,7 +32,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["sigsoftmax", "sweep", "tiny-softmax"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SIGSOFTMAX_DATA", "")
-    sweep_trials._corpus.cache_clear()
+    ray_executor._corpus.cache_clear()
     yield
     torch.set_num_threads(threads)
 
@@ -38,14 +40,18 @@ def here(tmp_path, monkeypatch):
 def place_of(folder, **options):
     (folder / "runs").mkdir(exist_ok=True)
     (folder / "runs" / PLAN_FILE).write_text("{}")
-    text = small_resources(folder).data
-    place = Place.here(out=folder / "runs", data=text, device="cpu", precision="float32", threads=1, at_once=1)
-    return dataclasses.replace(place, **options)
+    resources = {"data": small_resources(folder).data, "device": "cpu", "precision": "float32", "at_once": 1}
+    return Place.here(folder / "runs" / PLAN_FILE, threads=1, **resources | options)
 
 
 def trial_of(folder, *names, **options):
     [run] = small_runs(folder, *(names or ("tiny-softmax",)), **options)
-    return Trial(run=run)
+    return Trial(**vars(run))
+
+
+def run_trial(trial, place):
+    """As a worker of Ray does it."""
+    return work(trial, finish_trial, place)
 
 
 def test_a_trial_ends_in_the_bits_and_numbers_of_train(tmp_path):
@@ -54,7 +60,7 @@ def test_a_trial_ends_in_the_bits_and_numbers_of_train(tmp_path):
     trial, [run] = trial_of(tmp_path / "a"), small_runs(tmp_path / "b", "tiny-softmax")
     found = run_trial(trial, place_of(tmp_path / "a"))
     [(_, evaluations)] = train_runs([run], small_resources(tmp_path / "b"), evaluate_best)
-    assert_same_end(trial.run.path, run.path)
+    assert_same_end(trial.path, run.path)
     losses = {(evaluation.split, evaluation.batch): evaluation.loss for evaluation in evaluations}
     assert (found.valid_loss, found.test_loss) == (losses["valid", 2], losses["test", 1])
     assert found.run == evaluations[0].run
@@ -71,16 +77,17 @@ def test_its_records_name_the_command_and_are_gathered(tmp_path):
     assert kinds == [EpochRecord.KIND] * 2 + [EvaluationRecord.KIND] * 3 + [TrialRecord.KIND]
     assert records[-1].payload_as(TrialRecord) == found
     assert {record.environment.command for record in records} == {"sigsoftmax sweep tiny-softmax"}
-    assert [epoch.epoch for epoch in epoch_records(trial)] == [1, 2]
+    assert [epoch.epoch for epoch in epoch_records(*trial.runs())] == [1, 2]
 
 
-def test_a_trial_that_has_ended_is_not_made_again(tmp_path, monkeypatch):
+def test_a_trial_that_has_ended_is_not_made_again(tmp_path):
     trial, place = trial_of(tmp_path), place_of(tmp_path)
     assert finished_record(trial, "float32") is None
     found = run_trial(trial, place)
     assert finished_record(trial, "float32") == found
-    monkeypatch.setattr(sweep_trials, "_ended", None)
+    before = {path: path.stat().st_mtime_ns for path in trial.folder.rglob("*.*") if not path.name.startswith(".lock")}
     assert run_trial(trial, place) == found
+    assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def test_what_belongs_to_another_plan_or_is_damaged_has_not_ended(tmp_path):
@@ -88,8 +95,8 @@ def test_what_belongs_to_another_plan_or_is_damaged_has_not_ended(tmp_path):
     run_trial(trial, place_of(tmp_path))
     assert finished_record(trial, "bf16") is None
     assert finished_record(dataclasses.replace(trial, phases=("train", "finetune")), "float32") is None
-    changed = dataclasses.replace(trial.run.recipe, overrides=("training.epochs=9",))
-    assert finished_record(Trial(run=dataclasses.replace(trial.run, recipe=changed)), "float32") is None
+    changed = dataclasses.replace(trial.recipe, overrides=("training.epochs=9",))
+    assert finished_record(dataclasses.replace(trial, recipe=changed), "float32") is None
     path = trial.folder / "trial.jsonl"
     whole = path.read_text()
     path.write_text(whole[:50])
@@ -98,7 +105,7 @@ def test_what_belongs_to_another_plan_or_is_damaged_has_not_ended(tmp_path):
     assert finished_record(trial, "float32") is not None
     assert path.read_text().startswith(whole[:50] + "\n"), "what cannot be read is left as it is"
     path.write_text(whole)
-    trial.run.best.unlink()
+    trial.best.unlink()
     assert finished_record(trial, "float32") is None
 
 
@@ -107,40 +114,41 @@ def test_a_lost_trial_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     trials = {}
     for folder in (straight, broken):
         folder.mkdir()
-        run = trial_of(folder).run
-        training = dataclasses.replace(run.recipe.training, epochs=5)
-        trials[folder] = Trial(run=dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, training=training)))
+        trial = trial_of(folder)
+        training = dataclasses.replace(trial.recipe.training, epochs=5)
+        trials[folder] = dataclasses.replace(trial, recipe=dataclasses.replace(trial.recipe, training=training))
     run_trial(trials[straight], place_of(straight))
-    # Every epoch is saved, and the process is lost after the third.
-    monkeypatch.setattr(sweep_trials, "CHECKPOINT_SECONDS", 0.0)
-    together, seen = sweep_trials.run_together, []
+    # Every update is saved, and the process is lost in the fourth epoch.
+    monkeypatch.setattr(ray_executor, "CHECKPOINT_SECONDS", 0.0)
+    together, seen, begun = executors.run_together, [], []
 
-    def until_the_third(trainers, watch):
+    def until_the_fourth(trainers, watch):
         def counted(trainer, progress):
             watch(trainer, progress)
             if progress.record is not None:
                 seen.append(progress.record.epoch)
-                if len(seen) == 3:
-                    raise KeyboardInterrupt
+            elif progress.epoch == 4 and not begun:
+                begun.append(progress.update)
+                raise KeyboardInterrupt
 
         return together(trainers, counted)
 
-    monkeypatch.setattr(sweep_trials, "run_together", until_the_third)
+    monkeypatch.setattr(executors, "run_together", until_the_fourth)
     with pytest.raises(KeyboardInterrupt):
         run_trial(trials[broken], place_of(broken))
     assert run_trial(trials[broken], place_of(broken)).epochs == 5
     assert seen == [1, 2, 3, 4, 5]
-    assert_same_end(trials[straight].run.path, trials[broken].run.path)
+    assert_same_end(trials[straight].path, trials[broken].path)
 
 
 def test_epochs_of_a_process_that_died_before_its_first_checkpoint_are_not_counted(tmp_path):
     trial, place = trial_of(tmp_path), place_of(tmp_path)
     run_trial(trial, place)
-    for path in (trial.folder / "trial.jsonl", trial.run.best, trial.run.path / "last.safetensors"):
+    for path in (trial.folder / "trial.jsonl", trial.best, trial.path / "last.safetensors"):
         path.unlink()
-    assert len(epochs_of(trial.run.path)) == 2
+    assert len(epochs_of(trial.path)) == 2
     assert run_trial(trial, place).epochs == 2
-    assert [epoch.epoch for epoch in epochs_of(trial.run.path)] == [1, 2]
+    assert [epoch.epoch for epoch in epochs_of(trial.path)] == [1, 2]
 
 
 def test_on_a_language_the_distance_to_the_truth_is_measured(tmp_path, monkeypatch):
@@ -160,20 +168,19 @@ def test_on_a_language_the_distance_to_the_truth_is_measured(tmp_path, monkeypat
     assert compared.payload_as(ComparisonRecord).kl == found.kl
 
 
-def test_whatever_a_trial_raises_is_a_reason(tmp_path, monkeypatch):
+def test_whatever_a_trial_raises_is_a_reason(tmp_path):
     place = place_of(tmp_path)
     wild = trial_of(tmp_path, "tiny-sigsoftmax", changes=("training.learning_rate=1e30", "training.clip=1e30"))
     assert run_trial(wild, place).reason.startswith("the loss became")
     trial = trial_of(tmp_path)
-    assert "the corpus 'ptb' was not found" in run_trial(trial, dataclasses.replace(place, data=tmp_path)).reason
-    elsewhere = dataclasses.replace(place, out=tmp_path / "elsewhere")
+    assert "the corpus 'ptb' was not found" in run_trial(trial, place_of(tmp_path, data=tmp_path)).reason
+    elsewhere = dataclasses.replace(place, witness=tmp_path / "elsewhere" / PLAN_FILE)
     assert "a folder that all nodes share" in run_trial(trial, elsewhere).reason
 
     def broken(*arguments):
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr(sweep_trials, "_ended", broken)
-    found = run_trial(trial, place)
+    found = work(trial, broken, place)
     path = trial.folder / "error.txt"
     assert found == Failed(f"RuntimeError: surprise (all of it in {path})")
     assert "def broken" not in path.read_text()
@@ -185,15 +192,14 @@ def test_whatever_a_trial_raises_is_a_reason(tmp_path, monkeypatch):
     def full(*arguments):
         raise OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(sweep_trials, "_ended", full)
-    assert "--gpus-per-trial" in run_trial(trial, place).reason
+    assert "--gpus-per-trial" in work(trial, full, place).reason
 
 
 def test_a_trial_in_other_hands_is_waited_for_and_then_refused(tmp_path, monkeypatch):
     from sigsoftmax.experiments.runs.folder_locks import FolderLock
 
     trial, place = trial_of(tmp_path), place_of(tmp_path)
-    monkeypatch.setattr(sweep_trials, "LOCK_PATIENCE", 0.5)
+    monkeypatch.setattr(ray_executor, "LOCK_PATIENCE", 0.5)
     with FolderLock(trial.folder):
         assert "another process is at work" in run_trial(trial, place).reason
 
@@ -210,5 +216,5 @@ def test_trial_records_can_be_read_as_json(tmp_path):
     run_trial(trial, place_of(tmp_path))
     [line] = (trial.folder / "trial.jsonl").read_text().splitlines()
     payload = json.loads(line)["payload"]
-    assert payload["run"]["overrides"] == list(trial.run.recipe.overrides)
+    assert payload["run"]["overrides"] == list(trial.recipe.overrides)
     assert len(payload["run"]["overrides"]) <= len(SINGLE)

@@ -1,4 +1,4 @@
-"""What a reproduction of a table comes to, before it starts: runs, hours, disk, and the seeds that its gap takes."""
+"""The plan of a reproduction before it starts: runs, hours, disk, and the seeds that the paper's gaps take."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sigsoftmax.experiments.display import counted
 from sigsoftmax.experiments.reproduce.run_times import RunTimes
+from sigsoftmax.experiments.runs import evaluate
 from sigsoftmax.experiments.runs.dynamic import known_runs
 from sigsoftmax.experiments.runs.ranks import known_spectrum
-from sigsoftmax.experiments.runs.run import Run
+from sigsoftmax.experiments.runs.run import Run, epoch_records
 from sigsoftmax.lm.dynamic.search import grid
 from sigsoftmax.lm.training.nt_asgd import NonMonotonicTrigger
-from sigsoftmax.records import read
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.published import paper
 from sigsoftmax.records.published.paper import PublishedTable, Stage
-from sigsoftmax.records.schemas.training import EpochRecord
 from sigsoftmax.records.statistics import Gap, Sample
 
 __all__ = ["Left", "Step", "describe_plan", "power_lines", "steps_of"]
@@ -26,9 +26,9 @@ __all__ = ["Left", "Step", "describe_plan", "power_lines", "steps_of"]
 Step = Literal["train", "finetune", "dynamic evaluation", "ranks"]
 STEPS: tuple[Step, ...] = ("train", "finetune", "dynamic evaluation", "ranks")
 PAIRS = (("softmax", "sigsoftmax"), ("mos(K=15)", "moss(K=15)"))
-"""what the paper compares: the first is its baseline"""
+"""heads that the paper compares: the first is its baseline"""
 WEIGHTS_ON_DISK = 4
-"""times the weights that a phase keeps: the best alone, and in the checkpoint the current, the best and the average"""
+"""copies of the weights that a phase keeps: the best alone, and in the checkpoint the current, the best, the average"""
 
 
 def steps_of(table: PublishedTable) -> tuple[Step, ...]:
@@ -38,7 +38,7 @@ def steps_of(table: PublishedTable) -> tuple[Step, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """What a run still needs, in seconds where nothing else is said: what is on record is done."""
+    """The work that a run still needs, in seconds where nothing else is said: what is on record is done."""
 
     train_epochs: int
     train_epoch: float
@@ -47,9 +47,9 @@ class Left:
     finetune_most: float
     finetune_epoch: float
     evaluation: float
-    """of the trained and of the finetuned weights"""
+    """evaluations of the trained and of the finetuned weights"""
     points: int
-    """of the grid of dynamic evaluation"""
+    """points of the grid of dynamic evaluation"""
     dynamic_point: float
     dynamic_besides: float
     """the statistics before the grid and the test text after it"""
@@ -63,93 +63,79 @@ class Left:
     def dynamic(self) -> float:
         return self.dynamic_besides + self.points * self.dynamic_point
 
+    @property
+    def fixed(self) -> float:
+        """All but finetuning, whose length is not known beforehand."""
+        return self.train + self.evaluation + self.dynamic + self.rank
+
     @classmethod
     def of(cls, run: Run, times: RunTimes, steps: Sequence[Step]) -> Left:
         finetuned = run.finetuning()
-        least = run.recipe.finetuning.patience + 2 if run.recipe.finetuning.stop_when_stale else finetuned.epochs
-        training, finetuning = _Epochs.of(run), _Epochs.of(finetuned)
-        has_evaluations = (finetuned.path / "evaluations.jsonl").is_file()
-        is_finetuned = finetuning.ended and has_evaluations
+        least = finetuned.config.patience + 2 if finetuned.config.stop_when_stale else finetuned.epochs
+        (trained_epochs, _), (finetuned_epochs, has_ended) = _epochs(run), _epochs(finetuned)
+        is_finetuned = has_ended and (finetuned.path / evaluate.FILE).is_file()
         all_points = len(grid(run.recipe.dynamic_evaluation))
         known = len(known_runs(finetuned.best)) if is_finetuned else 0
         # The winner is recorded once more as chosen, and test after it.
         is_searched = "dynamic evaluation" not in steps or known > all_points
         has_rank = is_finetuned and known_spectrum(finetuned.best) is not None
-        epochs_least = 0 if is_finetuned else max(min(least, finetuned.epochs) - finetuning.done, 0)
-        epochs_most = 0 if is_finetuned else max(finetuned.epochs - finetuning.done, 0)
+        to_finetune = 0.0 if is_finetuned else times.finetune_epoch
         return cls(
-            train_epochs=max(run.epochs - training.done, 0),
+            train_epochs=max(run.epochs - trained_epochs, 0),
             train_epoch=times.train_epoch,
-            finetune_least=epochs_least * times.finetune_epoch,
-            finetune_most=epochs_most * times.finetune_epoch,
+            finetune_least=to_finetune * max(min(least, finetuned.epochs) - finetuned_epochs, 0),
+            finetune_most=to_finetune * max(finetuned.epochs - finetuned_epochs, 0),
             finetune_epoch=times.finetune_epoch,
-            evaluation=times.evaluation * (2 - (run.path / "evaluations.jsonl").is_file() - is_finetuned),
-            points=0 if is_searched else all_points - min(known, all_points),
+            evaluation=times.evaluation * (2 - (run.path / evaluate.FILE).is_file() - is_finetuned),
+            points=0 if is_searched else max(all_points - known, 0),
             dynamic_point=times.dynamic_point,
             dynamic_besides=0.0 if is_searched else times.dynamic_statistics + times.dynamic_test,
             rank=times.rank if "ranks" in steps and not has_rank else 0.0,
         )
 
 
-@dataclass(frozen=True)
-class _Epochs:
-    """The epochs of one phase that are on record."""
-
-    done: int
-    ended: bool
-    """whether the phase has come to its end, by the number of its epochs or because it was stale"""
-
-    @classmethod
-    def of(cls, run: Run) -> _Epochs:
-        path = run.path / "records.jsonl"
-        if not path.is_file():
-            return cls(0, False)
-        config = run.recipe.training if run.phase == "train" else run.recipe.finetuning
-        trigger, stale, done = NonMonotonicTrigger(config.patience), False, 0
-        for record in read(path, malformed="skip"):
-            if record.kind == EpochRecord.KIND:
-                done += 1
-                stale = trigger.fires(record.payload_as(EpochRecord).valid_loss_over_rows)
-        return cls(done, done >= run.epochs or (config.stop_when_stale and stale))
+def _epochs(run: Run) -> tuple[int, bool]:
+    """The number of epochs of a phase on record, and whether it has ended: all are done, or the last was stale."""
+    trigger = NonMonotonicTrigger(run.config.patience)
+    stale = [trigger.fires(epoch.valid_loss_over_rows) for epoch in epoch_records(run)]
+    ended = bool(stale) and (len(stale) >= run.epochs or (run.config.stop_when_stale and stale[-1]))
+    return len(stale), ended
 
 
 def describe_plan(
     title: str, runs: Sequence[Run], times: Mapping[str, RunTimes], steps: Sequence[Step], out: Path, device: str
 ) -> str:
-    """``times`` by the recipe's name."""
-    left = {run: Left.of(run, times[run.recipe.name], steps) for run in runs}
-    recipes = {run.recipe.name: [other for other in runs if other.recipe.name == run.recipe.name] for run in runs}
-    fixed = sum(one.train + one.evaluation + one.dynamic + one.rank for one in left.values())
-    least = fixed + sum(one.finetune_least for one in left.values())
-    most = fixed + sum(one.finetune_most for one in left.values())
-    total = _range(least, most)
-    lines = [f"{title}: {len(recipes)} heads x {len(runs) // len(recipes)} seeds, each: {', '.join(steps)}."]
-    lines.append(f"In all {total} on this machine ({device}), as a few updates of each recipe tell.")
-    lines.append("Finetuning ends by itself, somewhere between its least and its most.")
+    """The plan as text. ``times`` are by the recipe's name."""
+    recipes: dict[str, list[Left]] = {}
+    for run in runs:
+        recipes.setdefault(run.recipe.name, []).append(Left.of(run, times[run.recipe.name], steps))
+    left = [one for seeds in recipes.values() for one in seeds]
+    total = _range(left, sum(one.fixed for one in left))
+    lines = [
+        f"{title}: {len(recipes)} heads x {len(runs) // len(recipes)} seeds, each: {', '.join(steps)}.",
+        f"In all {total} on this machine ({device}), as a few updates of each recipe tell.",
+        "Finetuning ends by itself, somewhere between its least and its most.",
+    ]
+    epochs = {run.recipe.name: run.epochs for run in runs}
     width = max(map(len, recipes))
-    for name, its_runs in recipes.items():
-        parts = _parts(its_runs, [left[run] for run in its_runs], times[name], steps)
+    for name, seeds in recipes.items():
+        own = times[name]
+        training = duration_text(sum(one.train for one in seeds))
+        parts = [f"training {training} ({epochs[name]} epochs of {duration_text(own.train_epoch)})"]
+        parts.append(f"finetuning {_range(seeds)}")
+        if "dynamic evaluation" in steps:
+            dynamic = duration_text(sum(one.dynamic for one in seeds))
+            parts.append(f"dynamic evaluation {dynamic} ({counted(own.dynamic_points, 'point')})")
+        if "ranks" in steps:
+            parts.append(f"ranks {duration_text(sum(one.rank for one in seeds))}")
         lines.append(f"  {name:{width}}  {', '.join(parts)}")
-    lines.append(_disk(runs, times, out))
-    return "\n".join(lines)
+    return "\n".join([*lines, _disk(runs, times, out)])
 
 
-def _parts(runs: Sequence[Run], left: Sequence[Left], times: RunTimes, steps: Sequence[Step]) -> list[str]:
-    """How long each stage of a recipe takes, over its seeds."""
-    training = duration_text(sum(one.train for one in left))
-    least, most = sum(one.finetune_least for one in left), sum(one.finetune_most for one in left)
-    parts = [f"training {training} ({runs[0].epochs} epochs of {duration_text(times.train_epoch)})"]
-    parts.append(f"finetuning {_range(least, most)}")
-    if "dynamic evaluation" in steps:
-        points = f"{times.dynamic_points} point{'s' if times.dynamic_points > 1 else ''}"
-        parts.append(f"dynamic evaluation {duration_text(sum(one.dynamic for one in left))} ({points})")
-    if "ranks" in steps:
-        parts.append(f"ranks {duration_text(sum(one.rank for one in left))}")
-    return parts
-
-
-def _range(least: float, most: float) -> str:
-    low, high = duration_text(least), duration_text(most)
+def _range(left: Sequence[Left], besides: float = 0.0) -> str:
+    """The least and the most time that finetuning and something besides may take."""
+    low = duration_text(besides + sum(one.finetune_least for one in left))
+    high = duration_text(besides + sum(one.finetune_most for one in left))
     return low if low == high else f"{low} to {high}"
 
 
@@ -166,24 +152,20 @@ def power_lines(table: PublishedTable, corpus: str, heads: Sequence[str], seeds:
     """For each gap of the paper on test text: the seeds that would find it, at the paper's spread."""
     stages: tuple[Stage, ...] = table.stages or ("finetuned",)
     lines = []
-    for first, second in PAIRS:
-        if first not in heads or second not in heads:
-            continue
+    for first, second in [pair for pair in PAIRS if set(pair) <= set(heads)]:
         for stage in stages:
             gap = Gap(*(_published(corpus, head, stage) for head in (first, second)))
             needed = gap.seeds_needed()
-            spreads = f"{gap.first.deviation:g} and {gap.second.deviation:g}"
-            text = f"  {corpus}, {stage}: {first} minus {second} is {gap.size:+.2f} in the paper, spreads {spreads}: "
-            if needed is None:
-                text += "no number of seeds in reason resolves it"
-            else:
-                text += f"{needed} seeds of each" + (
-                    "" if seeds >= needed else f"; with {seeds} a gap of this size will be missed more often"
-                )
-            lines.append(text)
-    if lines:
-        lines.insert(0, "Seeds that resolve the paper's gaps in test perplexity (5 %, in four cases of five):")
-    return lines
+            text = "no number of seeds in reason resolves it"
+            if needed is not None:
+                text = f"{needed} seeds of each"
+                text += f"; with {seeds} a gap of this size will be missed more often" if seeds < needed else ""
+            lines.append(
+                f"  {corpus}, {stage}: {first} minus {second} is {gap.size:+.2f} in the paper, spreads "
+                f"{gap.first.deviation:g} and {gap.second.deviation:g}: {text}"
+            )
+    title = "Seeds that resolve the paper's gaps in test perplexity (5 %, in four cases of five):"
+    return [title, *lines] if lines else []
 
 
 def _published(corpus: str, head: str, stage: Stage) -> Sample:

@@ -9,24 +9,23 @@ from __future__ import annotations
 import difflib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sigsoftmax.analysis.progress import Progress
-from sigsoftmax.experiments.display import Display, make_display
+from sigsoftmax.experiments.display import Display, Pace, Say, make_display
 from sigsoftmax.experiments.reproduce.plan import Left, Step, describe_plan, power_lines, steps_of
 from sigsoftmax.experiments.reproduce.run_times import RunTimes, measure_times
 from sigsoftmax.experiments.reproduce.time_budget import TimePlan, check_long_enough, narrowed, usable_seconds
 from sigsoftmax.experiments.runs.dynamic import search_grid
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
 from sigsoftmax.experiments.runs.ranks import measure_rank
-from sigsoftmax.experiments.runs.run import Resources, Run, folder_name
+from sigsoftmax.experiments.runs.run import Resources, Run, check_setting, planned_runs
 from sigsoftmax.experiments.runs.train import result_lines, train_and_evaluate
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.recipes import recipe, with_overrides
-from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.lm.training.interruption import OutOfTime
 from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.lm.training.trainer import Progress as TrainingProgress
@@ -36,8 +35,6 @@ from sigsoftmax.records.published.paper import PublishedTable
 from sigsoftmax.report import paper_tables
 
 __all__ = ["TABLES", "ReproduceConfig", "run"]
-
-Say = Callable[[str], None]
 
 TABLES = {f"table{table.number}": table for table in paper.TABLES}
 SETTING_OF_CORPUS = {"ptb": "ptb", "wikitext-2": "wt2"}
@@ -51,21 +48,22 @@ class ReproduceConfig:
     table: str
     """``table1`` to ``table5``"""
     seeds: int = 1
-    """how many: the first one and those that follow it"""
+    """number of seeds: the first one and those that follow it"""
     first_seed: int | None = None
-    """None: the published one"""
+    """the first of these seeds; None: the published one"""
     heads: tuple[str, ...] = ()
-    """as recipes name them; none: all of the table"""
+    """heads as recipes name them; none: all of the table"""
     setting: str | None = None
-    """of the recipes; None: that of the table, as published"""
+    """setting of the recipes; None: that of the table, as published"""
     changes: tuple[str, ...] = ()
-    """to every recipe alike, as ``training.epochs=22``"""
+    """changes to every recipe alike, as ``training.epochs=22``"""
     out: Path = Path("runs")
+    """folder for runs"""
     resources: Resources = field(default_factory=Resources)
     dry_run: bool = False
     """print the plan alone"""
     minutes: float | None = None
-    """of wall time, in which as much is done as fits; None: all, however long it takes"""
+    """wall time in which as much is done as fits, by a plan that is printed first; None: as long as it takes"""
 
     def __post_init__(self) -> None:
         if self.minutes is not None and not (math.isfinite(self.minutes) and self.minutes > 0.0):
@@ -78,11 +76,8 @@ class ReproduceConfig:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
         if self.first_seed is not None and self.first_seed < 0:
             raise ValueError(f"--first-seed must be at least 0, got {self.first_seed}")
-        if self.setting is not None and self.setting not in SETTINGS:
-            raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {self.setting!r}")
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"the output folder {self.out} is a file; choose another with --out")
-        self.recipes()
+        check_setting(self.setting)
+        self.runs()
 
     @property
     def published(self) -> PublishedTable:
@@ -98,8 +93,7 @@ class ReproduceConfig:
         runs = []
         for chosen in self.recipes():
             first = chosen.seed if self.first_seed is None else self.first_seed
-            folder = self.out / folder_name(chosen.name)
-            runs += [Run(recipe=chosen, seed=s, folder=folder / str(s)) for s in range(first, first + self.seeds)]
+            runs += planned_runs([chosen], range(first, first + self.seeds), self.out)
         return runs
 
 
@@ -109,9 +103,21 @@ def run(config: ReproduceConfig, say: Say, progress: Say = lambda _: None, displ
     until = math.inf if config.minutes is None else began + usable_seconds(config.minutes)
     runs = config.runs()
     corpora = {name: config.resources.corpus(name) for name in {one.recipe.corpus for one in runs}}
-    times = _measured_times(config, corpora, progress)
+    times: dict[str, RunTimes] = {}
+    for chosen in config.recipes():
+        progress(f"measuring a few updates of {chosen.name}")
+        times[chosen.name] = measure_times(chosen, corpora[chosen.corpus], config.resources)
+    progress("")
     _say_plan(config, runs, corpora, times, say)
-    stages = _Stages(config, corpora, times, until, say, progress)
+    stages = _Stages(
+        resources=config.resources,
+        steps=steps_of(config.published),
+        corpora=corpora,
+        times=times,
+        until=until,
+        say=say,
+        progress=progress,
+    )
     if config.minutes is not None:
         left = stages.left(runs)
         check_long_enough(left, until - time.monotonic())
@@ -130,16 +136,6 @@ def run(config: ReproduceConfig, say: Say, progress: Say = lambda _: None, displ
         say(paper_tables(records))
     if stages.failures:
         raise Diverged("; ".join(stages.failures))
-
-
-def _measured_times(config: ReproduceConfig, corpora: Mapping[str, Corpus], progress: Say) -> dict[str, RunTimes]:
-    """Seconds of the parts of a run, by the recipe's name."""
-    times = {}
-    for chosen in config.recipes():
-        progress(f"measuring a few updates of {chosen.name}")
-        times[chosen.name] = measure_times(chosen, corpora[chosen.corpus], config.resources)
-    progress("")
-    return times
 
 
 def _say_plan(
@@ -167,16 +163,15 @@ class _TimeLeft:
 
     def __init__(self, stage: str, epochs: int, until: float, note: Say) -> None:
         self._stage, self._epochs, self._until, self._note = stage, epochs, until, note
-        self._began, self._done, self._noted = time.monotonic(), 0, -math.inf
+        self._began, self._done, self._pace = time.monotonic(), 0, Pace(NOTE_SECONDS)
 
     def watch(self, run: Run, progress: TrainingProgress) -> None:
         if progress.record is None:
             return
         self._done += 1
-        now = time.monotonic()
-        if now - self._noted < NOTE_SECONDS:
+        if not self._pace.is_due():
             return
-        self._noted = now
+        now = time.monotonic()
         left = (now - self._began) / self._done * max(self._epochs - self._done, 0)
         given = "" if math.isinf(self._until) else f"; {duration_text(self._until - now)} of the time given are left"
         self._note(
@@ -185,34 +180,30 @@ class _TimeLeft:
         )
 
 
+@dataclass(kw_only=True)
 class _Stages:
     """The stages of all runs, one after the other; a run that diverges is left behind, and the others go on."""
 
-    def __init__(
-        self,
-        config: ReproduceConfig,
-        corpora: Mapping[str, Corpus],
-        times: Mapping[str, RunTimes],
-        until: float,
-        say: Say,
-        progress: Say,
-    ) -> None:
-        self._resources, self._corpora, self._times, self._until = config.resources, corpora, times, until
-        self._steps: tuple[Step, ...] = steps_of(config.published)
-        self._say, self._progress = say, progress
-        self.failures: list[str] = []
+    resources: Resources
+    steps: tuple[Step, ...]
+    corpora: Mapping[str, Corpus]
+    times: Mapping[str, RunTimes]
+    until: float
+    say: Say
+    progress: Say
+    failures: list[str] = field(default_factory=list)
 
     def left(self, runs: Sequence[Run]) -> dict[Run, Left]:
-        return {one: Left.of(one, self._times[one.recipe.name], self._steps) for one in runs}
+        return {one: Left.of(one, self.times[one.recipe.name], self.steps) for one in runs}
 
     def run(self, runs: Sequence[Run], display: Display | None) -> None:
         """All stages; OutOfTime is raised where the time ends."""
-        trained = list(self._train("training", runs, display, self._until))
+        trained = list(self._train("training", runs, display, self.until))
         finetuned = self._finetune(trained, display)
         plan = self._plan(trained)
-        if "dynamic evaluation" in self._steps:
+        if "dynamic evaluation" in self.steps:
             self._evaluate_dynamically(finetuned, plan)
-        if "ranks" in self._steps:
+        if "ranks" in self.steps:
             if plan is not None and plan.ranks_left and not plan.ranks:
                 raise OutOfTime
             self._measure_ranks(finetuned)
@@ -220,52 +211,53 @@ class _Stages:
             raise OutOfTime
 
     def _plan(self, runs: Sequence[Run]) -> TimePlan | None:
-        """What fits into the rest of the time; None without an end."""
-        if math.isinf(self._until):
+        """The plan for the rest of the time; None without an end."""
+        if math.isinf(self.until):
             return None
-        return TimePlan.of(list(self.left(runs).values()), self._until - time.monotonic())
+        return TimePlan.of(list(self.left(runs).values()), self.until - time.monotonic())
 
-    def _check_time(self) -> None:
-        if time.monotonic() >= self._until:
+    def _show(self, text: str) -> None:
+        """Show a line of progress, unless the time is over."""
+        # An empty line comes when a point has ended and is not on record yet.
+        if text and time.monotonic() >= self.until:
             raise OutOfTime
+        self.progress(text)
 
     def _train(self, stage: str, runs: Sequence[Run], display: Display | None, until: float) -> Iterator[Run]:
-        left = self.left([replace(one, phase="train") for one in runs])
+        left = self.left([replace(one, phase="train") for one in runs]).values()
         epochs = sum(
-            one.train_epochs if stage == "training" else round(one.finetune_most / one.finetune_epoch)
-            for one in left.values()
+            one.train_epochs if stage == "training" else round(one.finetune_most / one.finetune_epoch) for one in left
         )
         with display or make_display() as shown:
-            watcher = _TimeLeft(stage, epochs, self._until, shown.note)
+            watcher = _TimeLeft(stage, epochs, self.until, shown.note)
             try:
-                for one, _ in train_and_evaluate(runs, self._resources, shown, self._say, watcher, until=until):
+                for one, _ in train_and_evaluate(runs, self.resources, shown, self.say, watcher, until=until):
                     yield one
             except Diverged as error:
                 self._fail(str(error))
 
     def _finetune(self, trained: Sequence[Run], display: Display | None) -> list[Run]:
-        """Runs that have finetuned weights: of those whose share of the time ended first, the best so far."""
+        """The runs that have finetuned weights: of those whose share of the time ended first, the best so far."""
         finetuned: list[Run] = []
         waiting = [one.finetuning() for one in trained]
         while waiting:
             plan = self._plan([replace(one, phase="train") for one in waiting])
-            if plan is not None and "finetuning" in plan.dropped:
-                raise OutOfTime
-            together = waiting if plan is None else waiting[: self._resources.at_once]
-            until = self._until
-            if plan is not None and "epochs of finetuning" in plan.dropped:
-                until = time.monotonic() + plan.finetune_seconds * len(together) / len(waiting)
+            together, until = waiting, self.until
+            if plan is not None:
+                if "finetuning" in plan.dropped:
+                    raise OutOfTime
+                together = waiting[: self.resources.at_once]
+                if "epochs of finetuning" in plan.dropped:
+                    until = time.monotonic() + plan.finetune_seconds * len(together) / len(waiting)
             waiting = waiting[len(together) :]
-            ended: list[Run] = []
             try:
-                ended.extend(self._train("finetuning", together, display, until))
+                finetuned.extend(self._train("finetuning", together, display, until))
             except OutOfTime:
                 for one in together:
-                    if one not in ended and one.best.is_file():
-                        evaluations = evaluate_best(one, self._corpora[one.recipe.corpus], self._resources)
-                        self._say(f"Ended by its share of the time: {result_lines(one, evaluations)}")
-                        ended.append(one)
-            finetuned += ended
+                    if one not in finetuned and one.best.is_file():
+                        evaluations = evaluate_best(one, self.corpora[one.recipe.corpus], self.resources)
+                        self.say(f"Ended by its share of the time: {result_lines(one, evaluations)}")
+                        finetuned.append(one)
         return finetuned
 
     def _evaluate_dynamically(self, runs: Sequence[Run], plan: TimePlan | None) -> None:
@@ -275,45 +267,29 @@ class _Stages:
             settings = one.recipe.dynamic_evaluation
             if plan is not None and 0 < plan.points < plan.points_left:
                 settings = narrowed(settings, plan.points)
-
-            def show(text: str) -> None:
-                # An empty line comes when a point has ended and is not on record yet.
-                if text:
-                    self._check_time()
-                self._progress(text)
-
+            corpus = self.corpora[one.recipe.corpus]
             try:
-                search_grid(
-                    one.best,
-                    self._corpora[one.recipe.corpus],
-                    self._resources,
-                    settings=settings,
-                    say=self._say,
-                    progress=show,
-                )
+                search_grid(one.best, corpus, self.resources, settings=settings, say=self.say, progress=self._show)
             except Diverged as error:
                 self._fail(f"{one.name}, dynamic evaluation: {error}")
 
     def _measure_ranks(self, runs: Sequence[Run]) -> None:
+        pace = Pace(SHOW_SECONDS)
         for one in runs:
-            shown = 0.0
 
-            def show(at: Progress) -> None:
-                nonlocal shown
-                self._check_time()
-                if time.monotonic() - shown >= SHOW_SECONDS:
-                    shown = time.monotonic()
-                    self._progress(f"rank of {one.name}: {at}")  # noqa: B023
+            def show(at: Progress, name: str = one.name) -> None:
+                if pace.is_due():
+                    self._show(f"rank of {name}: {at}")
 
-            found = measure_rank(one.best, self._corpora[one.recipe.corpus], self._resources, progress=show)
-            self._progress("")
+            found = measure_rank(one.best, self.corpora[one.recipe.corpus], self.resources, progress=show)
+            self.progress("")
             spectrum = found.spectrum
             count = spectrum.count("press32")
-            self._say(
+            self.say(
                 f"Rank of the log-output matrix of {one.name}: {count.text} of {spectrum.words:,} x "
                 f"{spectrum.contexts:,} ({duration_text(spectrum.seconds or 0.0)})."
             )
 
     def _fail(self, text: str) -> None:
         self.failures.append(text)
-        self._say(f"Left behind: {text}")
+        self.say(f"Left behind: {text}")

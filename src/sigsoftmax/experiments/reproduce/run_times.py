@@ -1,4 +1,4 @@
-"""How long the parts of a run take on this machine: a few updates, a few windows, one matrix product.
+"""Times of the parts of a run on this machine, from a few updates, a few windows and one matrix product.
 
 Shapes: L tokens of a text, R rows, B columns.
 """
@@ -28,7 +28,7 @@ from sigsoftmax.lm.model.memory import check_model_fits
 from sigsoftmax.lm.training.evaluation import WINDOW, Evaluator
 from sigsoftmax.lm.training.nt_asgd import AveragedSgd
 from sigsoftmax.lm.training.precision import check_precision, resolve_evaluation_precision
-from sigsoftmax.lm.training.trainer import resolve_device
+from sigsoftmax.lm.training.trainer import Phase, resolve_device
 from sigsoftmax.lm.training.updates import Updater
 
 __all__ = ["EpochTimes", "RunTimes", "measure_epochs", "measure_times"]
@@ -49,17 +49,13 @@ class RunTimes:
     train_epoch: float
     finetune_epoch: float
     evaluation: float
-    """of a trained model on validation and test, in as many columns as are recorded"""
+    """evaluation of a trained model on validation and test, in as many columns as are recorded"""
     dynamic_statistics: float
     dynamic_point: float
     """one point of the grid on validation"""
     dynamic_points: int
     dynamic_test: float
     rank: float
-
-    @property
-    def dynamic(self) -> float:
-        return self.dynamic_statistics + self.dynamic_points * self.dynamic_point + self.dynamic_test
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,49 +65,58 @@ class EpochTimes:
     train: float
     finetune: float
 
+    def of(self, phase: Phase) -> float:
+        return self.train if phase == "train" else self.finetune
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Training:
+    """Shares of one run where several share the device, and a model to go on with."""
+
+    model: LanguageModel
+    update: float
+    validation: float
+
+    def epoch(self, recipe: Recipe, config: TrainingConfig, corpus: Corpus) -> float:
+        seed = recipe.seed if config.window_seed is None else config.window_seed
+        lengths = WindowLengths(seed, config.bptt, config.longest_window)
+        updates = sum(1 for _ in lengths.epoch(corpus.train.numel() // config.batch))
+        return updates * self.update + self.validation
+
 
 def measure_epochs(recipe: Recipe, corpus: Corpus, resources: Resources) -> EpochTimes:
     """From a few updates: seconds where an update takes that long, else less than one."""
     device = resolve_device(resources.device)
-    lanes = resources.at_once if device.type == "cuda" else 1
-    with _threads_of_a_run(resources, device):
-        update, model = _update_seconds(recipe, corpus, resources, device)
-        validation = _evaluation_seconds(model, corpus.valid, recipe.training.evaluation_batch, resources)
+    with _threads_of_a_run(resources, device) as sharing:
+        training = _measured_training(recipe, corpus, resources, device, sharing)
+    together = sharing if device.type == "cpu" else resources.at_once
     return EpochTimes(
-        train=lanes * (_updates(recipe, recipe.training, corpus) * update + validation),
-        finetune=lanes * (_updates(recipe, recipe.finetuning, corpus) * update + validation),
+        train=together * training.epoch(recipe, recipe.training, corpus),
+        finetune=together * training.epoch(recipe, recipe.finetuning, corpus),
     )
-
-
-def _updates(recipe: Recipe, config: TrainingConfig, corpus: Corpus) -> int:
-    """The updates of an epoch."""
-    seed = recipe.seed if config.window_seed is None else config.window_seed
-    lengths = WindowLengths(seed, config.bptt, config.longest_window)
-    return sum(1 for _ in lengths.epoch(corpus.train.numel() // config.batch))
 
 
 def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTimes:
     """Takes some seconds, more where an update does."""
     device = resolve_device(resources.device)
     with _threads_of_a_run(resources, device) as sharing:
-        update, model = _update_seconds(recipe, corpus, resources, device)
-        update /= sharing
-        validation = _evaluation_seconds(model, corpus.valid, recipe.training.evaluation_batch, resources) / sharing
+        training = _measured_training(recipe, corpus, resources, device, sharing)
+        model, validation = training.model, training.validation
         one_column = _evaluation_seconds(model, corpus.valid, 1, resources) / sharing
         statistics, dynamic = _dynamic_seconds(recipe, corpus, model, resources)
 
     settings = recipe.dynamic_evaluation
-    windows = {split: window_count(corpus.split(split).numel(), settings.window) for split in ("valid", "test")}
+    valid, test = (window_count(text.numel(), settings.window) for text in (corpus.valid, corpus.test))
     training_windows = window_count(corpus.train.numel() // settings.statistics_batch, settings.window)
     return RunTimes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        train_epoch=_updates(recipe, recipe.training, corpus) * update + validation,
-        finetune_epoch=_updates(recipe, recipe.finetuning, corpus) * update + validation,
+        train_epoch=training.epoch(recipe, recipe.training, corpus),
+        finetune_epoch=training.epoch(recipe, recipe.finetuning, corpus),
         evaluation=validation + one_column * (1.0 + corpus.test.numel() / corpus.valid.numel()),
         dynamic_statistics=statistics * training_windows,
-        dynamic_point=dynamic * windows["valid"],
+        dynamic_point=dynamic * valid,
         dynamic_points=len(grid(settings)),
-        dynamic_test=dynamic * windows["test"],
+        dynamic_test=dynamic * test,
         rank=_rank_seconds(len(corpus.vocabulary), corpus.test.numel(), device),
     )
 
@@ -128,6 +133,23 @@ def _threads_of_a_run(resources: Resources, device: torch.device) -> Iterator[in
         yield min(resources.at_once, os.cpu_count() or 1)
     finally:
         torch.set_num_threads(before)
+
+
+def _measured_training(
+    recipe: Recipe, corpus: Corpus, resources: Resources, device: torch.device, sharing: int
+) -> _Training:
+    """Seconds per update at the planned number of concurrent runs, and per validation."""
+    lanes = resources.at_once if device.type == "cuda" else 1
+    probes = [_Probe(recipe, corpus, resources, device) for _ in range(lanes)]
+    model = probes[0].model
+
+    def all_of_them() -> None:
+        for probe in probes:
+            probe.step()
+
+    update = _timed(all_of_them, device) / lanes
+    validation = _evaluation_seconds(model, corpus.valid, recipe.training.evaluation_batch, resources)
+    return _Training(model=model, update=update / sharing, validation=validation / sharing)
 
 
 def _timed(step: Callable[[], Any], device: torch.device, *, warm_up: int = WARM_UP, most: int = MOST) -> float:
@@ -157,7 +179,7 @@ class _Probe:
     def __init__(self, recipe: Recipe, corpus: Corpus, resources: Resources, device: torch.device) -> None:
         config = recipe.training
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        with self._on_stream():
+        with _on(self._stream):
             check_model_fits(recipe.model, len(corpus.vocabulary), device, is_trained=True)
             self.model = LanguageModel(recipe.model, len(corpus.vocabulary), seed=recipe.seed).to(device)
             self.model.stack.recurrence.concurrent_runs = resources.at_once
@@ -175,29 +197,16 @@ class _Probe:
             self._updater.begin_epoch()
 
     def step(self) -> None:
-        with self._on_stream():
+        with _on(self._stream):
             if not self._left:
                 self._updater.begin_epoch()
                 self._left = self._steps
             self._updater.run(drawn=self._length, length=self._length)
             self._left -= 1
 
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-
-def _update_seconds(
-    recipe: Recipe, corpus: Corpus, resources: Resources, device: torch.device
-) -> tuple[float, LanguageModel]:
-    """Of one run's update while as many share the device as will; and a model to go on with."""
-    lanes = resources.at_once if device.type == "cuda" else 1
-    probes = [_Probe(recipe, corpus, resources, device) for _ in range(lanes)]
-
-    def all_of_them() -> None:
-        for probe in probes:
-            probe.step()
-
-    return _timed(all_of_them, device) / lanes, probes[0].model
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _evaluation_seconds(model: LanguageModel, ids_L: Tensor, batch: int, resources: Resources) -> float:
@@ -205,8 +214,7 @@ def _evaluation_seconds(model: LanguageModel, ids_L: Tensor, batch: int, resourc
     device = model.embedding.device
     text_RB = batchify(ids_L, batch)
     windows = -(-(text_RB.shape[0] - 1) // WINDOW)
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
+    with _on(torch.cuda.Stream(device) if device.type == "cuda" else None):
         precision = resolve_evaluation_precision(resources.evaluation_precision, device)
         evaluator = Evaluator(model, text_RB, precision=precision)
         few = min(windows, 4)
@@ -215,7 +223,7 @@ def _evaluation_seconds(model: LanguageModel, ids_L: Tensor, batch: int, resourc
 
 
 def _dynamic_seconds(recipe: Recipe, corpus: Corpus, model: LanguageModel, resources: Resources) -> tuple[float, float]:
-    """Of a window of the statistics, and of one that adapts."""
+    """Seconds of a window of the statistics, and of one that adapts."""
     settings = recipe.dynamic_evaluation
     last: dict[bool, float] = {}
 

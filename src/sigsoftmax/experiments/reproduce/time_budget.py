@@ -1,4 +1,4 @@
-"""Which parts of a reproduction fit into a given wall time, and what gives way in which order.
+"""The parts of a reproduction that fit into a given wall time, and what gives way in which order.
 
 Training comes first, since every later stage needs its weights. Of the later stages these give way, from the first to
 the last: epochs of finetuning beyond those that its stopping rule needs, points of the grid of dynamic evaluation down
@@ -29,7 +29,7 @@ GIVES_WAY = (
 )
 """the first of these gives way first"""
 SHARE_KEPT_FREE = 0.03
-"""of the time, for checkpoints, records and what takes longer than was measured"""
+"""share of the time for checkpoints, records and what takes longer than was measured"""
 
 
 def usable_seconds(minutes: float) -> float:
@@ -39,89 +39,83 @@ def usable_seconds(minutes: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TimePlan:
-    """What fits, for all runs alike."""
+    """The work that fits, for all runs alike."""
 
+    left: Sequence[Left]
     seconds: float
-    """that were to be filled"""
+    """time that was to be filled"""
     train_epochs: int
-    train_epochs_left: int
+    """epochs of training that fit, of all runs"""
     train_seconds: float
-    """of the epochs that fit"""
-    finetune_seconds: float
-    """at most; 0 where finetuning gives way, or is done"""
-    finetune_epochs: int
-    """that these seconds are enough for"""
-    points: int
-    """of the grid, for every run; 0 where dynamic evaluation gives way, or is done"""
-    points_left: int
-    ranks: bool
-    ranks_left: bool
-    later_seconds: float
-    """of dynamic evaluation and ranks as planned"""
-    dropped: tuple[str, ...]
-    """stages that do not fit, or fit in part"""
-
-    @property
-    def total_seconds(self) -> float:
-        return self.train_seconds + self.finetune_seconds + self.later_seconds
+    """time of these epochs, and of evaluations"""
+    finetunes: bool = False
+    finetune_seconds: float = 0.0
+    """time of finetuning, at most"""
+    points: int = 0
+    """points of the grid, for every run; 0 where dynamic evaluation gives way, or is done"""
+    ranks: bool = False
 
     @classmethod
     def of(cls, left: Sequence[Left], seconds: float) -> TimePlan:
         """The fullest plan for these runs that takes no longer than ``seconds``."""
-        train = sum(one.train for one in left)
-        evaluation = sum(one.evaluation for one in left)
-        points_left = max((one.points for one in left), default=0)
-        ranks_left = any(one.rank for one in left)
-        rest = seconds - train - evaluation
+        needed = _needed(left)
+        rest = seconds - needed
         if rest < 0.0:
             epochs, spent = _epochs_that_fit(left, seconds)
-            return cls._without_later_stages(left, seconds, epochs, spent)
+            return cls(left=left, seconds=seconds, train_epochs=epochs, train_seconds=spent)
         least, most = sum(one.finetune_least for one in left), sum(one.finetune_most for one in left)
-        for points, ranks, finetunes in _from_fullest(points_left, ranks_left, most > 0.0):
-            later = _later(left, points, ranks=ranks)
-            if later + (least if finetunes else 0.0) <= rest:
-                finetuning = min(most, rest - later) if finetunes else 0.0
-                per_epoch = sum(one.finetune_epoch for one in left if one.finetune_most) or math.inf
-                dropped = [
-                    *(["finetuning"] if most and not finetunes else []),
-                    *(["epochs of finetuning"] if finetunes and finetuning < most else []),
-                    *(["dynamic evaluation"] if points_left and not points else []),
-                    *(["points of the grid"] if 0 < points < points_left else []),
-                    *(["ranks"] if ranks_left and not ranks else []),
-                ]
-                return cls(
-                    seconds=seconds,
-                    train_epochs=sum(one.train_epochs for one in left),
-                    train_epochs_left=sum(one.train_epochs for one in left),
-                    train_seconds=train + evaluation,
-                    finetune_seconds=finetuning,
-                    finetune_epochs=int(finetuning / per_epoch + 1e-9),
-                    points=points,
-                    points_left=points_left,
-                    ranks=ranks,
-                    ranks_left=ranks_left,
-                    later_seconds=later,
-                    dropped=tuple(dropped),
-                )
-        raise AssertionError("a plan without any later stage always fits")
-
-    @classmethod
-    def _without_later_stages(cls, left: Sequence[Left], seconds: float, epochs: int, spent: float) -> TimePlan:
-        epochs_left = sum(one.train_epochs for one in left)
-        return cls(
-            seconds=seconds,
-            train_epochs=epochs,
-            train_epochs_left=epochs_left,
-            train_seconds=spent,
-            finetune_seconds=0.0,
-            finetune_epochs=0,
-            points=0,
-            points_left=max((one.points for one in left), default=0),
-            ranks=False,
-            ranks_left=any(one.rank for one in left),
-            later_seconds=0.0,
-            dropped=("training", "finetuning", "dynamic evaluation", "ranks"),
+        # The last of them takes no time.
+        points, ranks, finetunes = next(
+            (points, ranks, finetunes)
+            for points, ranks, finetunes in _from_fullest(left, most > 0.0)
+            if _later(left, points, ranks=ranks) + least * finetunes <= rest
         )
+        return cls(
+            left=left,
+            seconds=seconds,
+            train_epochs=sum(one.train_epochs for one in left),
+            train_seconds=needed,
+            finetunes=finetunes,
+            finetune_seconds=min(most, rest - _later(left, points, ranks=ranks)) * finetunes,
+            points=points,
+            ranks=ranks,
+        )
+
+    @property
+    def train_epochs_left(self) -> int:
+        return sum(one.train_epochs for one in self.left)
+
+    @property
+    def finetune_epochs(self) -> int:
+        """Epochs of each run that the time of finetuning is enough for."""
+        per_epoch = sum(one.finetune_epoch for one in self.left if one.finetune_most) or math.inf
+        return int(self.finetune_seconds / per_epoch + 1e-9)
+
+    @property
+    def points_left(self) -> int:
+        return _points(self.left)
+
+    @property
+    def ranks_left(self) -> bool:
+        return any(one.rank for one in self.left)
+
+    @property
+    def total_seconds(self) -> float:
+        return self.train_seconds + self.finetune_seconds + _later(self.left, self.points, ranks=self.ranks)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The stages that do not fit, or fit in part."""
+        finetuning = sum(one.finetune_most for one in self.left)
+        stages = {
+            "training": self.seconds < _needed(self.left),
+            "finetuning": finetuning > 0.0 and not self.finetunes,
+            "epochs of finetuning": self.finetunes and self.finetune_seconds < finetuning,
+            "dynamic evaluation": self.points_left > 0 and not self.points,
+            "points of the grid": 0 < self.points < self.points_left,
+            "ranks": self.ranks_left and not self.ranks,
+        }
+        return tuple(stage for stage, is_dropped in stages.items() if is_dropped)
 
     def lines(self) -> list[str]:
         """The plan as text, one line for each stage that is left."""
@@ -146,24 +140,26 @@ class TimePlan:
         return lines
 
 
-def _from_fullest(points_left: int, ranks_left: bool, finetunes: bool) -> list[tuple[int, bool, bool]]:
+def _needed(left: Sequence[Left]) -> float:
+    """Seconds of training and of evaluations, which never give way."""
+    return sum(one.train + one.evaluation for one in left)
+
+
+def _points(left: Sequence[Left]) -> int:
+    return max((one.points for one in left), default=0)
+
+
+def _from_fullest(left: Sequence[Left], finetunes: bool) -> list[tuple[int, bool, bool]]:
     """Points, ranks and finetuning of every plan that may be made, the fullest first."""
-    plans = [(points, ranks_left, finetunes) for points in range(points_left, 0, -1)] or [(0, ranks_left, finetunes)]
-    plans.append((min(points_left, 1), False, finetunes))
-    plans.append((0, False, finetunes))
-    plans.append((0, False, False))
-    return plans
+    most, ranks = _points(left), any(one.rank for one in left)
+    plans = [(points, ranks, finetunes) for points in range(most, 0, -1)] or [(0, ranks, finetunes)]
+    return [*plans, (min(most, 1), False, finetunes), (0, False, finetunes), (0, False, False)]
 
 
 def _later(left: Sequence[Left], points: int, *, ranks: bool) -> float:
     """Seconds of dynamic evaluation with at most so many points for each run, and of ranks."""
-    total = 0.0
-    for one in left:
-        if points and one.points:
-            total += one.dynamic_besides + min(points, one.points) * one.dynamic_point
-        if ranks:
-            total += one.rank
-    return total
+    dynamic = sum(one.dynamic_besides + min(points, one.points) * one.dynamic_point for one in left if one.points)
+    return (dynamic if points else 0.0) + (sum(one.rank for one in left) if ranks else 0.0)
 
 
 def _epochs_that_fit(left: Sequence[Left], seconds: float) -> tuple[int, float]:
@@ -177,16 +173,16 @@ def _epochs_that_fit(left: Sequence[Left], seconds: float) -> tuple[int, float]:
 
 def check_long_enough(left: Mapping[Run, Left], seconds: float) -> None:
     """Refuse a time in which not even the first epoch of the first run that has one left would end."""
-    for run, one in left.items():
-        if not one.train_epochs and not one.finetune_most:
-            continue
-        epoch = one.train_epoch if one.train_epochs else one.finetune_epoch
-        if epoch > seconds:
-            raise ValueError(
-                f"--minutes must be enough for one epoch: the next of {run.name} takes about {duration_text(epoch)} "
-                f"here, and {duration_text(max(seconds, 0.0))} are left for it; give more minutes"
-            )
+    going_on = [run for run, one in left.items() if one.train_epochs or one.finetune_most]
+    if not going_on:
         return
+    first = left[going_on[0]]
+    epoch = first.train_epoch if first.train_epochs else first.finetune_epoch
+    if epoch > seconds:
+        raise ValueError(
+            f"--minutes must be enough for one epoch: the next of {going_on[0].name} takes about "
+            f"{duration_text(epoch)} here, and {duration_text(max(seconds, 0.0))} are left for it; give more minutes"
+        )
 
 
 def narrowed(config: DynamicEvaluationConfig, points: int) -> DynamicEvaluationConfig:

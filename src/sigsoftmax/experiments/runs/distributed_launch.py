@@ -7,19 +7,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 import torch
 
-from sigsoftmax.experiments.runs.run import Resources, Run
-from sigsoftmax.lm.training.trainer import Progress
+from sigsoftmax.experiments.runs.run import Resources
 
-__all__ = ["Silent", "joined", "started_processes"]
+__all__ = ["joined", "started_processes"]
 
 
 def started_processes() -> int | None:
-    """How many processes torchrun has started; None if it was not torchrun that started this one."""
+    """The number of processes that torchrun has started; None if it was not torchrun that started this one."""
     if "RANK" not in os.environ:
         return None
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -59,24 +56,3 @@ def joined(resources: Resources) -> Iterator[tuple[Resources, bool]]:
             gc.collect()
     except LostRankError as error:
         raise ConnectionError(f"{error}. The same command goes on from the last checkpoint") from error
-
-
-class Silent:
-    """The display of processes that do not print."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def watch(self, run: Run, progress: Progress) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def ended(self, run: Run) -> None:
-        pass

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sigsoftmax.experiments.display import perplexity_text
+from sigsoftmax.experiments.display import Pace, Say, counted, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
-from sigsoftmax.experiments.runs.run import Resources, checkpoint_file, run_folder, text_of
+from sigsoftmax.experiments.runs.run import Resources, checkpoint_file, payloads, run_folder, text_of
 from sigsoftmax.lm.config import DynamicEvaluationConfig
 from sigsoftmax.lm.data.corpus import Corpus, Split
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluation, DynamicProgress, GradientStatistics, adapt
@@ -17,7 +15,7 @@ from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.search import GridSearch, grid, search
 from sigsoftmax.lm.training.saved_models import check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import resolve_device
-from sigsoftmax.records import Environment, Record, append, read
+from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord
 
@@ -26,20 +24,19 @@ __all__ = ["DynamicConfig", "known_runs", "run", "search_grid"]
 FILE = "dynamic.jsonl"
 SHOW_SECONDS = 1.0
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicConfig:
     checkpoint: Path
     """``best.safetensors``, or the folder of a run"""
     learning_rate: float | None = None
+    """with a decay: one pair of rates in the RMS form; None: the grid of the recipe, searched on validation"""
     decay: float | None = None
-    """both in the RMS form; neither: the grid of the recipe is searched on validation"""
+    """rate of decay towards the weights of the checkpoint"""
     splits: tuple[Split, ...] = ("valid", "test")
-    """without a grid"""
+    """texts that are evaluated without a grid"""
     limit: int | None = None
-    """windows after which each run ends"""
+    """number of windows after which each run ends"""
     resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
@@ -56,33 +53,25 @@ def run(config: DynamicConfig, say: Say, progress: Say = lambda _: None) -> list
         result = search_grid(path, None, config.resources, limit=config.limit, say=say, progress=progress)
         return [*result.points, *([] if result.test is None else [result.test])]
     with FolderLock(run_folder(path)):
-        return _at_rates(path, config, config.learning_rate, config.decay, say, progress)
-
-
-def _at_rates(
-    path: Path, config: DynamicConfig, learning_rate: float, decay: float, say: Say, progress: Say
-) -> list[DynamicEvaluation]:
-    subject = _Subject(path, None, config.resources)
-    rates = Rates(learning_rate=learning_rate, decay=decay, epsilon=subject.settings.epsilon)
-    watch = _Watch(say, progress)
-    statistics = subject.statistics(watch)
-    results = []
-    for split in config.splits:
-        one = adapt(
-            subject.loaded.model,
-            statistics,
-            subject.corpus.split(split),
-            rates,
-            split=split,
-            limit=config.limit,
-            precision=config.resources.precision,
-            progress=watch,
-        )
-        watch.end()
-        subject.keep(one)
-        say(result_line(one))
-        results.append(one)
-    return results
+        subject = _Subject(path, None, config.resources, None, say, progress)
+        rates = Rates(learning_rate=config.learning_rate, decay=config.decay, epsilon=subject.settings.epsilon)
+        statistics = subject.statistics()
+        results = []
+        for split in config.splits:
+            one = adapt(
+                subject.loaded.model,
+                statistics,
+                subject.corpus.split(split),
+                rates,
+                split=split,
+                limit=config.limit,
+                precision=config.resources.precision,
+                progress=subject.watch,
+            )
+            subject.keep(one)
+            say(result_line(one))
+            results.append(one)
+        return results
 
 
 def search_grid(
@@ -100,45 +89,34 @@ def search_grid(
     ``settings`` replaces those of the recipe, as a part of its grid.
     """
     with FolderLock(run_folder(checkpoint)):
-        subject = _Subject(checkpoint, corpus, resources, settings)
-        return _searched(subject, known_runs(checkpoint), resources, limit, say, progress)
+        subject = _Subject(checkpoint, corpus, resources, settings, say, progress)
+        known, points = known_runs(checkpoint), len(grid(subject.settings))
+        model_run = subject.loaded.run
+        say(
+            f"Dynamic evaluation of {model_run.recipe}, seed {model_run.seed}: {counted(points, 'point')} on "
+            "validation, then test" + (f"; {len(known)} runs are on record in {subject.records}." if known else ".")
+        )
 
+        def keep(result: DynamicEvaluation) -> None:
+            subject.keep(result)
+            if not result.chosen or result.split != "valid" or points == 1:
+                # The winner comes a second time, and is said at the end.
+                say(result_line(result))
 
-def _searched(
-    subject: _Subject,
-    known: Sequence[DynamicEvaluation],
-    resources: Resources,
-    limit: int | None,
-    say: Say,
-    progress: Say,
-) -> GridSearch:
-    watch = _Watch(say, progress)
-
-    def keep(result: DynamicEvaluation) -> None:
-        watch.end()
-        subject.keep(result)
-        if not result.chosen or result.split != "valid" or points == 1:
-            # The winner comes a second time, and is said at the end.
-            say(result_line(result))
-
-    points = len(grid(subject.settings))
-    of = f"{subject.loaded.run.recipe}, seed {subject.loaded.run.seed}"
-    kept = f"; {len(known)} runs are on record in {subject.records}" if known else ""
-    say(f"Dynamic evaluation of {of}: {points} point{'s' if points > 1 else ''} on validation, then test{kept}.")
-    result = search(
-        subject.loaded.model,
-        subject.statistics(watch),
-        subject.settings,
-        subject.corpus.valid,
-        subject.corpus.test,
-        finished=known,
-        keep=keep,
-        at_once=resources.at_once if subject.device.type == "cuda" else 1,
-        limit=limit,
-        precision=resources.precision,
-        progress=watch,
-    )
-    watch.end()
+        result = search(
+            subject.loaded.model,
+            subject.statistics(),
+            subject.settings,
+            subject.corpus.valid,
+            subject.corpus.test,
+            finished=known,
+            keep=keep,
+            at_once=resources.at_once if subject.device.type == "cuda" else 1,
+            limit=limit,
+            precision=resources.precision,
+            progress=subject.watch,
+        )
+    progress("")
     chosen = [result_line(one) for one in (result.valid, result.test) if one is not None]
     say("\n".join(["Chosen on validation:", *(f"  {line}" for line in chosen)]))
     if result.edges:
@@ -147,26 +125,22 @@ def _searched(
 
 
 def known_runs(checkpoint: Path) -> list[DynamicEvaluation]:
-    """What is on record for the weights as they are."""
-    path = checkpoint.parent / FILE
-    if not path.is_file() or path.stat().st_mtime < checkpoint.stat().st_mtime:
-        return []
-    return [
-        DynamicEvaluation.of_record(record.payload_as(DynamicEvaluationRecord))
-        for record in read(path, malformed="skip")
-        if record.kind == DynamicEvaluationRecord.KIND
-    ]
+    """The runs on record for the weights as they are."""
+    found = payloads(checkpoint.parent / FILE, DynamicEvaluationRecord, since=checkpoint)
+    return [DynamicEvaluation.of_record(record) for record in found]
 
 
 class _Subject:
-    """A model, its text, and where what it does is recorded."""
+    """A model and its text, the file of its records, and a line about what it is doing."""
 
     def __init__(
         self,
         checkpoint: Path,
         corpus: Corpus | None,
         resources: Resources,
-        settings: DynamicEvaluationConfig | None = None,
+        settings: DynamicEvaluationConfig | None,
+        say: Say,
+        progress: Say,
     ) -> None:
         self.device = resolve_device(resources.device)
         self.loaded = load_model(checkpoint, device=self.device)
@@ -175,16 +149,32 @@ class _Subject:
         self.settings = settings or self.loaded.recipe.dynamic_evaluation
         self.records = checkpoint.parent / FILE
         self._precision = resources.precision
+        self._say, self._progress = say, progress
+        self._pace, self._foretold = Pace(SHOW_SECONDS), False
 
-    def statistics(self, watch: _Watch) -> GradientStatistics:
+    def statistics(self) -> GradientStatistics:
         statistics = GradientStatistics.of(
-            self.loaded.model, self.corpus.train, self.settings, precision=self._precision, progress=watch
+            self.loaded.model, self.corpus.train, self.settings, precision=self._precision, progress=self.watch
         )
-        watch.end()
+        self._progress("")
         return statistics
 
     def keep(self, result: DynamicEvaluation) -> None:
+        """Record what a run came to."""
+        self._progress("")
         append(self.records, Record.of(result.record(self.loaded.run), Environment.here(self.device)))
+
+    def watch(self, at: DynamicProgress) -> None:
+        """Show a line that changes, once a second, and first one that stays, about how long it all takes."""
+        if at.rates is not None and not self._foretold:
+            self._foretold = True
+            self._say(f"It will take about {duration_text(at.seconds_left_in_all)}.")
+        if self._pace.is_due() or at.window == at.windows:
+            what = "gradient statistics on the training text" if at.rates is None else f"{at.split}, {at.rates}"
+            self._progress(
+                f"{what}: window {at.window:,} of {at.windows:,}, perplexity {perplexity_text(at.loss)}, "
+                f"{duration_text(at.seconds_left)} left, {duration_text(at.seconds_left_in_all)} in all"
+            )
 
 
 def result_line(result: DynamicEvaluation) -> str:
@@ -193,27 +183,3 @@ def result_line(result: DynamicEvaluation) -> str:
         f"{result.split:5}  perplexity {perplexity_text(result.loss):>9}  loss {result.loss:.4f}  ({result.rates}"
         f"{part}; {duration_text(result.seconds)})"
     )
-
-
-class _Watch:
-    """A line that changes, once a second; and one that stays, which tells how long it all takes."""
-
-    def __init__(self, say: Say, progress: Say) -> None:
-        self._say, self._progress = say, progress
-        self._shown, self._foretold = 0.0, False
-
-    def __call__(self, at: DynamicProgress) -> None:
-        if at.rates is not None and not self._foretold:
-            self._foretold = True
-            self._say(f"It will take about {duration_text(at.seconds_left_in_all)}.")
-        if time.monotonic() - self._shown < SHOW_SECONDS and at.window < at.windows:
-            return
-        self._shown = time.monotonic()
-        what = "gradient statistics on the training text" if at.rates is None else f"{at.split}, {at.rates}"
-        self._progress(
-            f"{what}: window {at.window:,} of {at.windows:,}, perplexity {perplexity_text(at.loss)}, "
-            f"{duration_text(at.seconds_left)} left, {duration_text(at.seconds_left_in_all)} in all"
-        )
-
-    def end(self) -> None:
-        self._progress("")

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sigsoftmax.experiments.display import perplexity_text
+from sigsoftmax.experiments.display import Say, counted, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
-from sigsoftmax.experiments.runs.run import Resources, Run, checkpoint_file, run_folder, text_of
+from sigsoftmax.experiments.runs.run import Resources, Run, checkpoint_file, payloads, run_folder, text_of
 from sigsoftmax.lm.config import Precision
 from sigsoftmax.lm.data.corpus import Corpus, Split, batchify
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision
 from sigsoftmax.lm.training.saved_models import LoadedModel, load_model
 from sigsoftmax.lm.training.trainer import resolve_device
-from sigsoftmax.records import Environment, Record, append, read
+from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.schemas.training import EvaluationRecord
 
 __all__ = ["EvaluateConfig", "evaluate_best", "evaluation_line", "run"]
@@ -25,16 +25,15 @@ __all__ = ["EvaluateConfig", "evaluate_best", "evaluation_line", "run"]
 FILE = "evaluations.jsonl"
 """beside the checkpoint; a run's own records are cut back when it is resumed"""
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     checkpoint: Path
     """``best.safetensors``, or the folder of a run"""
     splits: tuple[Split, ...] = ("valid", "test")
+    """texts that are evaluated"""
     batch: int | None = None
-    """None: validation in the columns of the recipe and in one, test in one"""
+    """columns of text; None: validation in those of the recipe and in one, test in one"""
     resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
@@ -49,60 +48,56 @@ def run(config: EvaluateConfig, say: Say) -> list[EvaluationRecord]:
     that cannot be written to: a model can be looked at while it is trained.
     """
     path = checkpoint_file(config.checkpoint)
+    refusal = None
     with ExitStack() as held:
         try:
             held.enter_context(FolderLock(run_folder(path), patience=0.0))
-            refusal = None
         except OSError as error:
-            refusal = error
-        return _evaluations(path, config, say, refusal)
-
-
-def _evaluations(path: Path, config: EvaluateConfig, say: Say, refusal: OSError | None) -> list[EvaluationRecord]:
-    loaded = load_model(path, device=resolve_device(config.resources.device))
-    corpus = text_of(loaded, config.resources)
-    is_own = corpus.checksum == loaded.run.corpus_checksum
-    if not is_own:
-        say(f"{corpus.name!r} is another text than {loaded.run.corpus!r}, which {path} was trained on: not recorded.")
-    elif refusal is not None:
-        say(f"Not recorded: {refusal.strerror or refusal}.")
-    kinds = _kinds(loaded, config.splits) if config.batch is None else [(s, config.batch) for s in config.splits]
-    records = []
-    for split, batch in kinds:
-        record = _evaluated(loaded, corpus, split, batch, config.resources)
-        if is_own and refusal is None:
-            append(path.parent / FILE, Record.of(record, Environment.here(resolve_device(config.resources.device))))
-        say(evaluation_line(record))
-        records.append(record)
+            refusal = f"Not recorded: {error.strerror or error}."
+        loaded = load_model(path, device=resolve_device(config.resources.device))
+        corpus = text_of(loaded, config.resources)
+        if corpus.checksum != loaded.run.corpus_checksum:
+            other = f"{corpus.name!r} is another text than {loaded.run.corpus!r}"
+            refusal = f"{other}, which {path} was trained on: not recorded."
+        if refusal is not None:
+            say(refusal)
+        kinds = _kinds(loaded, config.splits) if config.batch is None else [(s, config.batch) for s in config.splits]
+        records = []
+        for split, batch in kinds:
+            records.append(_evaluated(loaded, corpus, split, batch, config.resources))
+            if refusal is None:
+                _keep(path.parent / FILE, records[-1], config.resources)
+            say(evaluation_line(records[-1]))
     return records
 
 
 def evaluate_best(run: Run, corpus: Corpus, resources: Resources) -> list[EvaluationRecord]:
     """The evaluations of a finished run; what is on record already is taken from there."""
     loaded = load_model(run.best, device=resolve_device(resources.device))
-    records = run.path / FILE
-    known = list(_known(records)) if _is_newer(records, run.best) else []
+    path, precision = run.path / FILE, _precision(loaded, resources)
+    known = {
+        (record.split, record.batch): record
+        for record in payloads(path, EvaluationRecord, since=run.best)
+        if (record.run, record.epoch, record.precision) == (loaded.run, loaded.epoch, precision)
+    }
     found = []
     for split, batch in _kinds(loaded, ("valid", "test")):
-        same = [
-            record
-            for record in known
-            if (record.run, record.split, record.batch, record.epoch, record.precision)
-            == (loaded.run, split, batch, loaded.epoch, _precision(loaded, resources))
-        ]
-        if not same:
-            same = [_evaluated(loaded, corpus, split, batch, resources)]
-            append(records, Record.of(same[0], Environment.here(resolve_device(resources.device))))
-        found.append(same[-1])
+        if (split, batch) not in known:
+            known[split, batch] = _evaluated(loaded, corpus, split, batch, resources)
+            _keep(path, known[split, batch], resources)
+        found.append(known[split, batch])
     return found
 
 
+def _keep(path: Path, record: EvaluationRecord, resources: Resources) -> None:
+    append(path, Record.of(record, Environment.here(resolve_device(resources.device))))
+
+
 def evaluation_line(record: EvaluationRecord) -> str:
-    columns = f"{record.batch} column{'s' if record.batch > 1 else ''}"
+    text = f"{record.tokens:,} tokens in {counted(record.batch, 'column')}, {record.precision}"
     return (
         f"{record.split:5}  perplexity {perplexity_text(record.loss):>9}  loss {record.loss:.4f}  "
-        f"({record.tokens:,} tokens in {columns}, {record.precision}; over rows, as published scripts report it: "
-        f"{perplexity_text(record.loss_over_rows)})"
+        f"({text}; over rows, as published scripts report it: {perplexity_text(record.loss_over_rows)})"
     )
 
 
@@ -129,13 +124,3 @@ def _evaluated(loaded: LoadedModel, corpus: Corpus, split: Split, batch: int, re
         epoch=loaded.epoch,
         seconds=time.monotonic() - began,
     )
-
-
-def _known(path: Path) -> Iterable[EvaluationRecord]:
-    for record in read(path, malformed="skip"):
-        if record.kind == EvaluationRecord.KIND:
-            yield record.payload_as(EvaluationRecord)
-
-
-def _is_newer(records: Path, checkpoint: Path) -> bool:
-    return records.is_file() and records.stat().st_mtime >= checkpoint.stat().st_mtime

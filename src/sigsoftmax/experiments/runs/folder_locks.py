@@ -15,13 +15,13 @@ import platform
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import filelock
 
 from sigsoftmax.records.envelope import from_plain, to_plain
 from sigsoftmax.records.parsing import parse_json
+from sigsoftmax.terminal import escaped
 
 __all__ = ["Busy", "FolderLock", "Holder"]
 
@@ -30,7 +30,7 @@ HOLDER_FILE = ".lock.json"
 SOFT_LOCK_FILE = ".lock.soft"
 """in place of the first, on a file system without locks: it exists as long as it is held"""
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""what file systems without locks answer. A further answer, ENOSYS, filelock knows: the first file is then like this"""
+"""answers of file systems without locks. A further answer, ENOSYS, filelock knows: the first file is then like this"""
 LOOK_SECONDS = 0.2
 PATIENCE = 5.0
 """seconds that the processes of a command that was killed may need to notice that they are alone, and end"""
@@ -42,14 +42,14 @@ class Busy(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who has a folder."""
+    """The process that has a folder."""
 
     process: int
     host: str
     since: str
     """ISO 8601, UTC"""
     leftovers: str = ""
-    """what its successor has to remove if it is killed"""
+    """a folder that its successor has to remove if it is killed"""
 
     @classmethod
     def here(cls) -> Holder:
@@ -57,9 +57,8 @@ class Holder:
         return cls(process=os.getpid(), host=platform.node(), since=now.isoformat().replace("+00:00", "Z"))
 
     def __str__(self) -> str:
-        told = f"process {self.process} on {self.host}, since {self.since}"
         # From a file: nothing in it may steer a terminal.
-        return "".join(letter if letter.isprintable() else "?" for letter in told)
+        return escaped(f"process {self.process} on {self.host}, since {self.since}")
 
 
 class FolderLock:
@@ -76,35 +75,34 @@ class FolderLock:
         """a holder that ended without giving the folder back"""
 
     def __enter__(self) -> Self:
-        # Not bound to a thread: whoever closes a generator that holds it may be in another one.
-        lock: filelock.BaseFileLock = filelock.FileLock(self._folder / LOCK_FILE, thread_local=False)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             try:
-                lock.acquire(timeout=self._patience, poll_interval=LOOK_SECONDS)
+                self._acquire(filelock.FileLock, LOCK_FILE)
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-                lock = filelock.SoftFileLock(self._folder / SOFT_LOCK_FILE, thread_local=False)
-                lock.acquire(timeout=self._patience, poll_interval=LOOK_SECONDS)
-        except filelock.Timeout:
-            raise Busy(self._refusal(lock)) from None
+                self._acquire(filelock.SoftFileLock, SOFT_LOCK_FILE)
+        except filelock.Timeout as refusal:
+            holder = self._read()
+            who = f": {holder}" if holder is not None else ""
+            is_soft = isinstance(self._lock, filelock.SoftFileLock)
+            dead = f", or remove {refusal.lock_file} if it is dead" if is_soft else ""
+            raise Busy(
+                f"another process is at work in {self._folder}{who}; wait until it has ended or stop it{dead}, or "
+                "choose another folder"
+            ) from None
         except OSError as error:
             problem = f"the folder {self._folder} cannot be locked: {error.strerror or error}"
             raise OSError(error.errno, problem) from error
-        self._lock, self.before = lock, self._read()
+        self.before = self._read()
         self._write(Holder.here())
         return self
 
-    def _refusal(self, lock: filelock.BaseFileLock) -> str:
-        holder = self._read()
-        who = f": {holder}" if holder is not None else ""
-        is_soft = isinstance(lock, filelock.SoftFileLock)
-        dead = f", or remove {lock.lock_file} if it is dead" if is_soft else ""
-        return (
-            f"another process is at work in {self._folder}{who}; wait until it has ended or stop it{dead}, or choose "
-            "another folder"
-        )
+    def _acquire(self, kind: type[filelock.BaseFileLock], name: str) -> None:
+        # Not bound to a thread: whoever closes a generator that holds it may be in another one.
+        self._lock = kind(self._folder / name, thread_local=False)
+        self._lock.acquire(timeout=self._patience, poll_interval=LOOK_SECONDS)
 
     def note(self, leftovers: str) -> None:
         """Leave word of what is to be removed if this process is killed."""
@@ -124,9 +122,7 @@ class FolderLock:
             return None
         return found if isinstance(found, Holder) else None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._lock is not None:
             with suppress(OSError):
                 (self._folder / HOLDER_FILE).unlink(missing_ok=True)

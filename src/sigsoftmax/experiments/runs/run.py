@@ -6,47 +6,60 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Self, TypeVar, get_args
 
 import torch
 
-from sigsoftmax.lm.config import PRECISIONS, Recipe
+from sigsoftmax.lm.config import PRECISIONS, Recipe, TrainingConfig
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.published_corpora import PUBLISHED
 from sigsoftmax.lm.parallel.single_process import KINDS, Kind
 from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
+from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision
 from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import Phase, Trainer, TrainerOptions, resolve_device
+from sigsoftmax.records import Payload, read
+from sigsoftmax.records.schemas.training import EpochRecord
 
 __all__ = [
     "Resources",
     "Run",
+    "check_out",
+    "check_setting",
     "checkpoint_file",
     "chosen_recipes",
     "default_device",
+    "epoch_records",
+    "payloads",
     "planned_runs",
     "run_folder",
     "run_in",
     "text_of",
 ]
 
+P = TypeVar("P", bound=Payload)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Where runs are made, and from which text."""
+    """The device on which runs are made, its share and precision, and the text."""
 
     data: Path | None = None
-    """folder of a corpus; None: where ``sigsoftmax data fetch`` puts them"""
+    """folder of train.txt, valid.txt and test.txt; None: where ``sigsoftmax data fetch`` puts them"""
     device: str = "cpu"
+    """cpu, cuda or cuda:1"""
     precision: str = "float32"
-    """of training, on a GPU"""
+    """precision of training on a GPU"""
     evaluation_precision: str | None = None
-    """of validation and test; None: TF32 products on a GPU, float32 elsewhere"""
+    """precision of validation and test; None: TF32 products on a GPU, float32 elsewhere"""
     at_once: int = 1
     """runs that share the device; on a CPU each in a process of one thread"""
     parallel: Kind | None = None
-    """how the processes of torchrun divide a run; None: as DDP does, and without torchrun not at all"""
+    """division of a run by the processes of torchrun: columns of text (ddp), also the weights (fsdp), or the rows of
+    the output matrix (vocabulary); None: ddp"""
+    checkpoint_seconds: float = 300.0
+    """time between two checkpoints, which is the most that is lost if the process is killed"""
 
     def __post_init__(self) -> None:
         if self.at_once < 1:
@@ -80,14 +93,23 @@ class Run:
         return self.path / "best.safetensors"
 
     @property
+    def records(self) -> Path:
+        """The file with a record of each epoch."""
+        return self.path / "records.jsonl"
+
+    @property
+    def config(self) -> TrainingConfig:
+        return self.recipe.training if self.phase == "train" else self.recipe.finetuning
+
+    @property
     def epochs(self) -> int:
-        return (self.recipe.training if self.phase == "train" else self.recipe.finetuning).epochs
+        return self.config.epochs
 
     @property
     def name(self) -> str:
         return f"{self.recipe.name}, seed {self.seed}" + (", finetuning" if self.phase == "finetune" else "")
 
-    def finetuning(self) -> Run:
+    def finetuning(self) -> Self:
         return replace(self, phase="finetune")
 
     def trainer(self, corpus: Corpus, resources: Resources) -> Trainer:
@@ -99,10 +121,23 @@ class Run:
             device=resources.device,
             precision=resources.precision,
             evaluation_precision=resources.evaluation_precision,
+            checkpoint_seconds=resources.checkpoint_seconds,
             concurrent_runs=resources.at_once,
             parallel=resources.parallel,
         )
         return Trainer(self.recipe, corpus, self.path, options)
+
+
+def payloads(path: Path, kind: type[P], *, since: Path | None = None) -> list[P]:
+    """The payloads of one kind in a file of records; none if it is missing, or older than the file ``since``."""
+    if not path.is_file() or (since is not None and path.stat().st_mtime < since.stat().st_mtime):
+        return []
+    return [record.payload_as(kind) for record in read(path, malformed="skip") if record.kind == kind.KIND]
+
+
+def epoch_records(*runs: Run) -> list[EpochRecord]:
+    """The epochs of these phases that are on record."""
+    return [epoch for run in runs for epoch in payloads(run.records, EpochRecord)]
 
 
 def default_device() -> str:
@@ -128,13 +163,22 @@ def planned_runs(recipes: Iterable[Recipe], seeds: Sequence[int], out: Path) -> 
         raise ValueError(f"seeds must differ, got {', '.join(map(str, seeds))}")
     if any(not 0 <= seed < 2**32 for seed in seeds):
         raise ValueError(f"seeds must be between 0 and 2**32 - 1, got {', '.join(map(str, seeds))}")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"the output folder {out} is a file; choose another with --out")
+    check_out(out)
     return [
         Run(recipe=chosen, seed=seed, folder=out / folder_name(chosen.name) / str(seed))
         for chosen in recipes
         for seed in (seeds or (chosen.seed,))
     ]
+
+
+def check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"the output folder {out} is a file; choose another with --out")
+
+
+def check_setting(setting: str | None) -> None:
+    if setting is not None and setting not in SETTINGS:
+        raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {setting!r}")
 
 
 def folder_name(name: str) -> str:

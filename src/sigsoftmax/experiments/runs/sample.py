@@ -1,10 +1,11 @@
-"""Text from a checkpoint, word by word.
+"""Text from a checkpoint, token by token.
 
-Shapes: V words.
+Shapes: V vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.experiments.runs.run import checkpoint_file
-from sigsoftmax.lm.data.corpus import EOS, Vocabulary
+from sigsoftmax.lm.data.corpus import EOS
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.saved_models import load_model
 from sigsoftmax.lm.training.trainer import resolve_device
@@ -27,11 +28,13 @@ class SampleConfig:
     checkpoint: Path
     """``best.safetensors``, or the folder of a run"""
     words: int = 100
+    """number of words"""
     prompt: str = ""
     """words that the model reads first; empty: the end of a sentence, or any word where the text has none"""
     temperature: float = 1.0
     """log-probabilities are divided by it; 0 always takes the likeliest word"""
     seed: int = 0
+    """seed of the draws"""
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -53,23 +56,16 @@ def run(config: SampleConfig) -> Iterator[str]:
         first = vocabulary.encode([EOS]).tolist()
     else:
         first = prompt = [int(torch.randint(len(vocabulary), (), generator=generator))]
-    at_line_start = True
     ids = sampled_ids(loaded.model, first, temperature=config.temperature, generator=generator)
-    for word in _words(vocabulary, prompt, ids, config.words):
+    at_line_start = True
+    for identity in itertools.chain(prompt, itertools.islice(ids, config.words)):
+        word = vocabulary.words[identity]
         if word == EOS:
             yield "\n"
-            at_line_start = True
         else:
             yield word if at_line_start else f" {word}"
-            at_line_start = False
+        at_line_start = word == EOS
     yield "" if at_line_start else "\n"
-
-
-def _words(vocabulary: Vocabulary, prompt: list[int], ids: Iterator[int], count: int) -> Iterator[str]:
-    for identity in prompt:
-        yield vocabulary.words[identity]
-    for identity, _ in zip(ids, range(count), strict=False):
-        yield vocabulary.words[identity]
 
 
 @torch.no_grad()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sigsoftmax.experiments.display import Display, Watcher, make_display, watching
-from sigsoftmax.experiments.runs.distributed_launch import Silent, joined
+from sigsoftmax.experiments.display import Display, Say, Watcher, make_display, watching
+from sigsoftmax.experiments.runs.distributed_launch import joined
 from sigsoftmax.experiments.runs.evaluate import evaluate_best, evaluation_line
+from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.run import Resources, Run, planned_runs, run_in
 from sigsoftmax.experiments.runs.tensorboard import TensorBoard
-from sigsoftmax.experiments.runs.training_runs import train_runs
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.records.schemas.training import EvaluationRecord
 from sigsoftmax.records.statistics import Sample
@@ -20,7 +20,6 @@ from sigsoftmax.report.tables import sample_text
 
 __all__ = ["FinetuneConfig", "TrainConfig", "Trained", "finetune", "result_lines", "run", "train_and_evaluate"]
 
-Say = Callable[[str], None]
 Trained = dict[Run, list[EvaluationRecord]]
 
 
@@ -28,10 +27,12 @@ Trained = dict[Run, list[EvaluationRecord]]
 class TrainConfig:
     recipes: tuple[Recipe, ...]
     seeds: tuple[int, ...] = ()
-    """none: the published seed of each recipe"""
+    """seeds of each recipe; none: the published one"""
     out: Path = Path("runs")
+    """folder for runs"""
     resources: Resources = field(default_factory=Resources)
     tensorboard: bool = False
+    """write curves for TensorBoard into the folder of each run"""
 
     def runs(self) -> list[Run]:
         return planned_runs(self.recipes, self.seeds, self.out)
@@ -43,6 +44,7 @@ class FinetuneConfig:
     """folders of trained runs, as ``runs/ptb-softmax/141``"""
     resources: Resources = field(default_factory=Resources)
     tensorboard: bool = False
+    """write curves for TensorBoard into the folder of each run"""
 
 
 def run(config: TrainConfig, say: Say, display: Display | None = None) -> Trained:
@@ -61,16 +63,13 @@ def _shown(
 ) -> Trained:
     with joined(resources) as (own_resources, prints):
         watchers = [TensorBoard()] if tensorboard and prints else []
-        with (display or make_display()) if prints else Silent() as shown:
-            say = say if prints else _say_nothing
+        if not prints:
+            display, say = Display(), lambda _: None
+        with display or make_display() as shown:
             trained = dict(train_and_evaluate(runs, own_resources, shown, say, *watchers))
         if len(runs) > 1:
             say(seeds_table({run: trained[run] for run in runs}))
     return trained
-
-
-def _say_nothing(text: str) -> None:
-    pass
 
 
 def train_and_evaluate(
@@ -90,7 +89,7 @@ def train_and_evaluate(
 
 
 def result_lines(run: Run, evaluations: Sequence[EvaluationRecord]) -> str:
-    """Which epoch of a run was the best, and what its weights are worth."""
+    """The best epoch of a run, and the evaluations of its weights."""
     epoch = evaluations[0].epoch
     best = f"epoch {epoch} was the best" if epoch else "no epoch was better than the start"
     lines = "".join(f"\n  {evaluation_line(evaluation)}" for evaluation in evaluations)
@@ -105,9 +104,9 @@ def seeds_table(trained: Trained) -> str:
     width = max(map(len, recipes))
     lines = ["Perplexity, mean ± standard deviation over seeds:"]
     for name, seeds in recipes.items():
-        cells = []
+        cells = [f"  {name:{width}}", f"n = {len(seeds)}"]
         for kinds in zip(*seeds, strict=True):
             sample = Sample.of([evaluation.perplexity for evaluation in kinds])
             cells.append(f"{kinds[0].split} (batch {kinds[0].batch}) {sample_text(sample)}")
-        lines.append(f"  {name:{width}}  n = {len(seeds)}  {'  '.join(cells)}")
+        lines.append("  ".join(cells))
     return "\n".join(lines)

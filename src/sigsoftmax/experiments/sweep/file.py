@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sigsoftmax.experiments.runs.run import chosen_recipes
+from sigsoftmax.experiments.runs.run import check_setting, chosen_recipes
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.recipes import read_toml
-from sigsoftmax.lm.settings import SETTINGS
 
-__all__ = ["AskedSweep", "asked_sweep", "read_sweep_file"]
+__all__ = ["AskedSweep", "read_sweep_file", "with_file"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskedSweep:
-    """What a sweep is of, in words. What is left out is empty."""
+    """The parts of a sweep, as they are written. What is left out is empty."""
 
     recipes: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     setting: str | None = None
-    """of the heads"""
+    """setting of the heads"""
     seeds: tuple[int, ...] = ()
     baseline: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
 
     def chosen_recipes(self, data: Path | None) -> tuple[Recipe, ...]:
         """Recipes by name, and heads in their setting: the embedded language, or ``tiny`` where a text is given."""
-        if self.setting is not None and self.setting not in SETTINGS:
-            raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {self.setting!r}")
+        check_setting(self.setting)
         if self.setting is not None and not self.heads:
             raise ValueError("the setting is that of --heads; a recipe's name has its own, as tiny-softmax")
         setting = self.setting or ("language" if data is None else "tiny")
@@ -40,34 +38,18 @@ class AskedSweep:
         return tuple(chosen_recipes(names, None, ()))
 
 
-def asked_sweep(
-    *,
-    config: Path | None,
-    recipes: Sequence[str],
-    heads: Sequence[str],
-    setting: str | None,
-    seeds: Sequence[int],
-    baseline: Sequence[str],
-    changes: Sequence[str],
-) -> AskedSweep:
-    """As the command line says; what a file names beforehand may get other seeds, another baseline, more changes."""
-    if config is None:
-        return AskedSweep(
-            recipes=tuple(recipes),
-            heads=tuple(heads),
-            setting=setting,
-            seeds=tuple(seeds),
-            baseline=tuple(baseline),
-            changes=tuple(changes),
-        )
-    if recipes or heads or setting:
+def with_file(asked: AskedSweep, path: Path | None) -> AskedSweep:
+    """The sweep of a file, if one is named, with the seeds, baseline and further changes that were asked for."""
+    if path is None:
+        return asked
+    if asked.recipes or asked.heads or asked.setting:
         raise ValueError("name recipes or heads, or give --config FILE, which names its own, not both")
-    file = read_sweep_file(config)
+    file = read_sweep_file(path)
     return replace(
         file,
-        seeds=tuple(seeds) or file.seeds,
-        baseline=tuple(baseline) or file.baseline,
-        changes=(*file.changes, *changes),
+        seeds=asked.seeds or file.seeds,
+        baseline=asked.baseline or file.baseline,
+        changes=(*file.changes, *asked.changes),
     )
 
 

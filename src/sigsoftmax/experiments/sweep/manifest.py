@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sigsoftmax.experiments.display import counted
 from sigsoftmax.experiments.sweep.plan import SweepConfig, Trial, binding_fields
 from sigsoftmax.records.atomic_write import atomic_write
 from sigsoftmax.records.envelope import from_plain
@@ -25,7 +26,7 @@ PLAN_VERSION = 1
 
 @dataclass(frozen=True)
 class PlanChange:
-    """What is new against the plan that the folder holds."""
+    """The trials that are new against the plan of the folder, and those that it has beyond this one."""
 
     added: tuple[str, ...] = ()
     """folders of trials"""
@@ -34,15 +35,11 @@ class PlanChange:
     def __str__(self) -> str:
         parts = []
         if self.added:
-            parts.append(f"{_counted(self.added)} added")
+            parts.append(f"{counted(len(self.added), 'trial')} added")
         if self.left_out:
-            parts.append(f"{_counted(self.left_out)} of it left out and kept on disk ({', '.join(self.left_out[:3])}")
-            parts[-1] += ", ...)" if len(self.left_out) > 3 else ")"
+            names = ", ".join([*self.left_out[:3], *(["..."] if len(self.left_out) > 3 else [])])
+            parts.append(f"{counted(len(self.left_out), 'trial')} of it left out and kept on disk ({names})")
         return ", ".join(parts)
-
-
-def _counted(folders: Sequence[str]) -> str:
-    return f"{len(folders)} trial{'s' if len(folders) > 1 else ''}"
 
 
 def plan_change(config: SweepConfig, trials: Sequence[Trial]) -> PlanChange:
@@ -84,7 +81,7 @@ def _described(config: SweepConfig, trials: Sequence[Trial]) -> dict[str, Any]:
     """By folder, all that must stay as it is."""
     return {
         trial.folder.relative_to(config.out).as_posix(): {
-            "recipe": binding_fields(trial.run.recipe),
+            "recipe": binding_fields(trial.recipe),
             "phases": list(trial.phases),
             "precision": config.precision,
         }

@@ -1,4 +1,4 @@
-"""What a sweep consists of: recipes x alternatives of fields x seeds, each a trial in a folder of its own.
+"""The plan of a sweep: recipes x alternatives of fields x seeds, each a trial in a folder of its own.
 
 A change with several alternatives, ``training.learning_rate=20,30``, is an axis of the grid; any other change holds for
 all trials. A field that is itself a list takes its alternatives in brackets: ``model.hidden=(64,12),(32,12)``.
@@ -24,41 +24,36 @@ from sigsoftmax.lm.training.trainer import Phase
 __all__ = ["Axis", "Point", "SweepConfig", "Trial", "alternatives", "axes_of", "binding_fields"]
 
 LONGEST_NAME = 120
-"""of a folder, in bytes: file systems end at 255, and what lies inside has a name too"""
+"""bytes of a folder's name: file systems end at 255, and what lies inside has a name too"""
 
 Point = tuple[str, ...]
 """one alternative of each axis, as ``training.learning_rate=20``"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One recipe at one point of the grid with one seed."""
+class Trial(Run):
+    """One recipe at one point of the grid with one seed: a run, of which this is the first phase."""
 
-    run: Run
-    """its first phase"""
     point: Point = ()
     phases: tuple[Phase, ...] = ("train",)
 
     @property
-    def folder(self) -> Path:
-        return self.run.folder
-
-    @property
-    def last(self) -> Run:
+    def last(self) -> Trial:
         """The phase whose model counts."""
         return self.runs()[-1]
 
     @property
     def name(self) -> str:
-        return ", ".join([self.run.recipe.name, *self.point, f"seed {self.run.seed}"])
+        return ", ".join([self.recipe.name, *self.point, f"seed {self.seed}"])
 
-    def runs(self) -> list[Run]:
-        return [replace(self.run, phase=phase) for phase in self.phases]
+    def runs(self) -> list[Trial]:
+        """All phases."""
+        return [replace(self, phase=phase) for phase in self.phases]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A field and what it is set to in turn."""
+    """A field and the values that it is set to in turn."""
 
     field: str
     changes: tuple[str, ...]
@@ -69,7 +64,7 @@ class Axis:
 class SweepConfig:
     recipes: tuple[Recipe, ...]
     seeds: tuple[int, ...] = ()
-    """none: the published seed of each recipe"""
+    """seeds of each recipe; none: the published one"""
     changes: tuple[str, ...] = ()
     """``training.epochs=22`` for all, ``training.learning_rate=20,30`` in turn"""
     finetune: bool = False
@@ -77,22 +72,27 @@ class SweepConfig:
     baseline: tuple[str, ...] = ()
     """a recipe, or alternatives such as ``training.learning_rate=20``, or both; none: softmax if it is there"""
     confidence: float = 0.95
-    """of the intervals"""
+    """confidence of the intervals"""
     out: Path = Path("runs/sweep")
+    """folder for trials, records and Ray's files"""
     data: Path | None = None
-    """folder of a corpus; None: where ``sigsoftmax data fetch`` puts them"""
+    """folder of train.txt, valid.txt and test.txt; None: where ``sigsoftmax data fetch`` puts them"""
     precision: str = "float32"
+    """precision of training on a GPU"""
+    evaluation_precision: str | None = None
+    """precision of validation and test; None: TF32 products on a GPU, float32 elsewhere"""
     device: str | None = None
-    """of a trial, ``cpu`` or ``cuda``; None: a GPU where there is one"""
+    """device of a trial, ``cpu`` or ``cuda``; None: a GPU where there is one"""
     address: str | None = None
-    """of a Ray cluster, or ``auto``; None: a Ray of its own on this machine"""
+    """address of a Ray cluster, or ``auto``; None: a Ray of its own on this machine"""
     cpus_per_trial: float = 1
+    """CPUs of each trial, and threads"""
     gpus_per_trial: float | None = None
-    """share of a GPU; None: a whole one where a trial has one"""
+    """share of a GPU, as 0.25 for four trials on one; None: a whole one where a trial has one"""
     at_once: int | None = None
     """trials at the same time at most; None: as many as CPUs and GPUs allow"""
     dry_run: bool = False
-    """list the trials alone"""
+    """list the trials, and which have ended"""
 
     def __post_init__(self) -> None:
         if not self.recipes:
@@ -130,53 +130,48 @@ class SweepConfig:
         trials: list[Trial] = []
         for base, point in itertools.product(self.recipes, points):
             chosen = with_overrides(base, [*fixed, *point])
-            phases: tuple[Phase, ...] = ("train",)
-            if self.finetune or not chosen.finetuning.stop_when_stale:
-                phases = ("train", "finetune")
-            folder = self.out / point_folder(point) if point else self.out
-            runs = planned_runs([chosen], self.seeds, folder)
-            trials += [Trial(run=run, point=point, phases=phases) for run in runs]
+            is_finetuned = self.finetune or not chosen.finetuning.stop_when_stale
+            phases: tuple[Phase, ...] = ("train", "finetune") if is_finetuned else ("train",)
+            runs = planned_runs([chosen], self.seeds, self.out / point_folder(point))
+            trials += [Trial(**vars(run), point=point, phases=phases) for run in runs]
         _check_distinct(trials)
         return trials
 
     def baseline_choice(self) -> tuple[str | None, Mapping[str, str]]:
         """The recipe of the baseline and its alternatives by field; whatever they leave open is as in the other."""
         names = [chosen.name for chosen in self.recipes]
-        axes = {axis.field: axis for axis in self.axes()}
+        axes = self.axes()
+        if not self.baseline and len(names) == 1:
+            return None, {axis.field: axis.changes[0] for axis in axes}
         if not self.baseline:
-            if len(names) == 1:
-                return None, {field: axis.changes[0] for field, axis in axes.items()}
             plain = [chosen.name for chosen in self.recipes if chosen.model.head == str(Head.parse("softmax"))]
             return (plain or names)[0], {}
+        field_of = {change: axis.field for axis in axes for change in axis.changes}
         recipe, fields = None, dict[str, str]()
         for word in self.baseline:
-            field = word.partition("=")[0].strip()
             if word in names and recipe is None:
                 recipe = word
-            elif field in axes and word in axes[field].changes and field not in fields:
-                fields[field] = word
+            elif word in field_of and field_of[word] not in fields:
+                fields[field_of[word]] = word
             else:
-                choices = [*names, *(change for axis in axes.values() for change in axis.changes)]
                 raise ValueError(
                     f"the baseline must be a recipe of the sweep, one alternative of a field, or both; got {word!r} "
-                    f"among {', '.join(self.baseline)}; there are {', '.join(choices)}"
+                    f"among {', '.join(self.baseline)}; there are {', '.join([*names, *field_of])}"
                 )
         return recipe, fields
 
 
 def _check_distinct(trials: Sequence[Trial]) -> None:
     seen: dict[str, Trial] = {}
-    for trial in trials:
-        fields = {key: value for key, value in binding_fields(trial.run.recipe).items() if key != "name"}
-        what = json.dumps([fields, trial.run.seed], sort_keys=True)
-        if what in seen:
-            raise ValueError(f"{seen[what].name} and {trial.name} are the same trial; name it once")
-        seen[what] = trial
     folders: dict[Path, Trial] = {}
     for trial in trials:
-        if trial.folder in folders:
-            raise ValueError(f"{folders[trial.folder].name} and {trial.name} would share {trial.folder}; rename one")
-        folders[trial.folder] = trial
+        fields = binding_fields(trial.recipe) | {"name": None}
+        same = seen.setdefault(json.dumps([fields, trial.seed], sort_keys=True), trial)
+        if same is not trial:
+            raise ValueError(f"{same.name} and {trial.name} are the same trial; name it once")
+        same = folders.setdefault(trial.folder, trial)
+        if same is not trial:
+            raise ValueError(f"{same.name} and {trial.name} would share {trial.folder}; rename one")
 
 
 def binding_fields(recipe: Recipe) -> dict[str, Any]:
@@ -190,12 +185,12 @@ def binding_fields(recipe: Recipe) -> dict[str, Any]:
 
 def axes_of(changes: Iterable[str]) -> tuple[Axis, ...]:
     """The changes that have several alternatives."""
-    axes = [
-        Axis(change.partition("=")[0].strip(), found) for change in changes if len(found := alternatives(change)) > 1
-    ]
-    for axis in axes:
+    axes = []
+    for change in changes:
+        axis = Axis(change.partition("=")[0].strip(), alternatives(change))
         if len(set(axis.changes)) < len(axis.changes):
             raise ValueError(f"the alternatives of {axis.field} must differ, got {', '.join(axis.changes)}")
+        axes += [axis] if len(axis.changes) > 1 else []
     return tuple(axes)
 
 

@@ -8,24 +8,28 @@ from __future__ import annotations
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from sigsoftmax.experiments.display import Pace, Say, counted
+from sigsoftmax.experiments.runs.executors import Executor, Failed
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
-from sigsoftmax.experiments.runs.run import default_device
-from sigsoftmax.experiments.sweep.manifest import keep_plan, plan_change
-from sigsoftmax.experiments.sweep.plan import SweepConfig, Trial
-from sigsoftmax.experiments.sweep.ray_executor import (
+from sigsoftmax.experiments.runs.ray_executor import (
+    Place,
+    RayExecutor,
     Share,
     check_ray,
     ray_folder,
     ray_session,
     remove_leftovers,
-    run_on_ray,
     trials_at_once,
 )
+from sigsoftmax.experiments.runs.run import default_device
+from sigsoftmax.experiments.sweep.manifest import PLAN_FILE, keep_plan, plan_change
+from sigsoftmax.experiments.sweep.plan import SweepConfig, Trial
 from sigsoftmax.experiments.sweep.text import differences, groups_of, results_table, trial_line
-from sigsoftmax.experiments.sweep.trials import Failed, Place, finished_record, gathered
+from sigsoftmax.experiments.sweep.trials import finish_trial, finished_record, gathered
 from sigsoftmax.lm.data.corpus_files import find
 from sigsoftmax.records import Environment, Record, store
 from sigsoftmax.records.durations import duration_text
@@ -36,8 +40,6 @@ __all__ = ["SweepConfig", "TrialsFailed", "run"]
 RECORDS_FILE = "sweep.jsonl"
 SHOW_SECONDS = 1.0
 SHOWN_TRIALS = 3
-
-Say = Callable[[str], None]
 
 
 class TrialsFailed(OSError):
@@ -55,185 +57,161 @@ def run(
     change = str(plan_change(config, trials))
     if change:
         say(f"The plan is not the one that {config.out} was begun with: {change}.")
+    sweep = _Sweep(config, trials, say, tell, progress)
     if config.dry_run:
-        say(_listing(config, trials))
+        say(sweep.listing())
         return {}
-    ended = _finished(trials, config)
-    if len(ended) < len(trials):
+    if len(sweep.ended) < len(trials):
         check_ray()
     with FolderLock(config.out) as lock:
         # Between the look and the lock another command may have ended some.
-        ended = _finished(trials, config)
+        sweep = _Sweep(config, trials, say, tell, progress)
         keep_plan(config, trials)
-        say(_introduction(config, trials, len(ended)))
-        failures: dict[Trial, str] = {}
-        if len(ended) < len(trials):
+        say(sweep.introduction())
+        if len(sweep.ended) < len(trials):
             remove_leftovers(config.out, "" if lock.before is None else lock.before.leftovers)
-            failures = _run_rest(config, trials, ended, lock, say, tell, progress)
-        _gather(config, trials, ended, failures, say)
-    if failures:
-        what = "1 trial" if len(failures) == 1 else f"{len(failures)} trials"
-        raise TrialsFailed(f"{what} of {len(trials)} failed; the same command tries again")
-    return ended
+            sweep.run_rest(lock)
+        sweep.gather()
+    if sweep.failures:
+        failed = counted(len(sweep.failures), "trial")
+        raise TrialsFailed(f"{failed} of {len(trials)} failed; the same command tries again")
+    return sweep.ended
 
 
-def _finished(trials: Sequence[Trial], config: SweepConfig) -> dict[Trial, TrialRecord]:
-    found = {trial: finished_record(trial, config.precision) for trial in trials}
-    return {trial: record for trial, record in found.items() if record is not None}
+class _Sweep:
+    """The trials of a sweep, those that have ended, and why others failed."""
 
+    def __init__(self, config: SweepConfig, trials: Sequence[Trial], say: Say, tell: Say, progress: Say) -> None:
+        self._config, self._trials, self._say, self._tell, self._progress = config, trials, say, tell, progress
+        found = {trial: finished_record(trial, config.precision) for trial in trials}
+        self.ended = {trial: record for trial, record in found.items() if record is not None}
+        self.failures: dict[Trial, str] = {}
+        self._began, self._pace = time.time(), Pace(SHOW_SECONDS)
 
-def _run_rest(
-    config: SweepConfig,
-    trials: Sequence[Trial],
-    ended: dict[Trial, TrialRecord],
-    lock: FolderLock,
-    say: Say,
-    tell: Say,
-    progress: Say,
-) -> dict[Trial, str]:
-    """Adds to ``ended``; returns why the others did not."""
-    failures = _without_text(config, [trial for trial in trials if trial not in ended])
-    left = [trial for trial in trials if trial not in ended and trial not in failures]
-    if not left and not ended:
-        raise ValueError(next(iter(failures.values())))
-    if not left:
-        return failures
+    # --- training -----------------------------------------------------------------------------------------------------
 
-    def line(text: str) -> None:
-        progress("")
-        tell(text)
+    def run_rest(self, lock: FolderLock) -> None:
+        """Train what has not ended."""
+        config = self._config
+        self._fail_without_text()
+        left = [trial for trial in self._trials if trial not in self.ended and trial not in self.failures]
+        if not left and not self.ended:
+            raise ValueError(next(iter(self.failures.values())))
+        if not left:
+            return
+        if config.address is None and ray_folder(config.out) is None:
+            self._say(
+                f"{config.out} is too long a path for Ray's sockets: its files go to a short one, removed at the end."
+            )
+        with ray_session(config.address, config.out, lock.note) as ray:
+            device, share = _device_and_share(config, ray)
+            room = trials_at_once(ray, share, is_local=config.address is None)
+            at_once = min(room, len(left), config.at_once or room)
+            self._say(f"{len(left)} trials to go, {at_once} at once, each with {share} ({device}).")
+            place = Place.here(
+                config.out / PLAN_FILE,
+                data=config.data,
+                device=device,
+                precision=config.precision,
+                evaluation_precision=config.evaluation_precision,
+                threads=max(1, int(config.cpus_per_trial)),
+                at_once=at_once,
+            )
+            executor: Executor = RayExecutor(
+                ray=ray, place=place, share=share, at_once=config.at_once, say=self._line, look=self._look
+            )
+            for trial, outcome in executor.run(left, finish_trial):
+                if isinstance(outcome, Failed):
+                    self.failures[trial] = outcome.reason
+                    self._line(f"{trial.name}: failed: {outcome.reason}")
+                else:
+                    self.ended[trial] = outcome
+                    self._line(trial_line(trial, outcome, f"{len(self.ended)} of {len(self._trials)}"))
 
-    if config.address is None and ray_folder(config.out) is None:
-        say(f"{config.out} is too long a path for Ray's sockets: its files go to a short one, removed at the end.")
-    with ray_session(config.address, config.out, lock.note) as ray:
-        device, share = _device_and_share(config, ray)
-        room = trials_at_once(ray, share, is_local=config.address is None)
-        at_once = min(room, len(left), config.at_once or room)
-        say(f"{len(left)} trials to go, {at_once} at once, each with {share} ({device}).")
-        place = Place.here(
-            out=config.out,
-            data=config.data,
-            device=device,
-            precision=config.precision,
-            threads=max(1, int(config.cpus_per_trial)),
-            at_once=at_once,
+    def _fail_without_text(self) -> None:
+        """Trials whose text is not here fail; on a cluster it may be where they run."""
+        reasons: dict[str, str | None] = {"language": None} if self._config.data is None else {}
+        for trial in self._trials:
+            name = trial.recipe.corpus
+            if trial in self.ended or self._config.address is not None:
+                continue
+            if name not in reasons:
+                try:
+                    find(name, self._config.data)
+                    reasons[name] = None
+                except ValueError as error:
+                    reasons[name] = str(error)
+            reason = reasons[name]
+            if reason is not None:
+                self.failures[trial] = reason
+
+    def _line(self, text: str) -> None:
+        self._progress("")
+        self._tell(text)
+
+    def _look(self, running: Sequence[Trial]) -> None:
+        """Show a line about what is going on, from the records that trials write."""
+        if not self._pace.is_due():
+            return
+        active = [
+            f"{trial.name}: {_epochs_text(trial)}"
+            for trial in running
+            if any(path.stat().st_mtime >= self._began for path in _epoch_files(trial))
+        ]
+        more = f" and {len(active) - SHOWN_TRIALS} more" if len(active) > SHOWN_TRIALS else ""
+        parts = [f"{len(self.ended)} of {len(self._trials)} trials ended", *active[:SHOWN_TRIALS]]
+        # A line that wraps could not be replaced.
+        self._progress(("; ".join(parts) + more)[: shutil.get_terminal_size().columns - 1])
+
+    # --- what is said -------------------------------------------------------------------------------------------------
+
+    def introduction(self) -> str:
+        points = len({trial.point for trial in self._trials})
+        parts = [counted(len(self._config.recipes), "recipe"), *([counted(points, "point")] if points > 1 else [])]
+        parts.append(counted(max(1, len(self._config.seeds)), "seed"))
+        before = f"; {len(self.ended)} ended before" if self.ended else ""
+        return (
+            f"{counted(len(self._trials), 'trial')}: {' x '.join(parts)}{before}.\n"
+            f"Trials are kept in {self._config.out}: the same command goes on where it was stopped."
         )
-        watch = _Watch(len(trials), ended, progress)
-        for trial, outcome in run_on_ray(ray, left, place, share, at_once=config.at_once, say=line, look=watch.look):
-            if isinstance(outcome, Failed):
-                failures[trial] = outcome.reason
-                line(f"{trial.name}: failed: {outcome.reason}")
-            else:
-                ended[trial] = outcome
-                line(trial_line(trial, outcome, f"{len(ended)} of {len(trials)}"))
-    return failures
 
+    def listing(self) -> str:
+        width = max(len(trial.name) for trial in self._trials)
+        lines = [f"{counted(len(self._trials), 'trial')}, {len(self.ended)} ended, in {self._config.out}:"]
+        for trial in self._trials:
+            state = f"begun, {_epochs_text(trial)}" if _epoch_files(trial) else "to come"
+            if trial in self.ended:
+                state = f"ended, {duration_text(self.ended[trial].seconds)}"
+            lines.append(f"  {trial.name:{width}}  {state}")
+        return "\n".join(lines)
 
-def _without_text(config: SweepConfig, trials: Sequence[Trial]) -> dict[Trial, str]:
-    """Trials whose text is not here; on a cluster it may be where they run."""
-    missing: dict[str, str] = {}
-    for name in dict.fromkeys(trial.run.recipe.corpus for trial in trials):
-        if config.address is None and (name, config.data) != ("language", None):
-            try:
-                find(name, config.data)
-            except ValueError as error:
-                missing[name] = str(error)
-    return {trial: missing[name] for trial in trials if (name := trial.run.recipe.corpus) in missing}
+    def gather(self) -> None:
+        """Write the records of all trials into one file, and print the table."""
+        groups = groups_of(self._trials, self.ended)
+        path, here = self._config.out / RECORDS_FILE, Environment.here()
+        found = [Record.of(difference, here) for difference in differences(groups, self._config)]
+        store(path, [*gathered(trial for trial in self._trials if trial in self.ended), *found])
+        self._say(results_table(groups, self.failures, self._config))
+        kept = f"Records of {counted(len(self.ended), 'trial')}: {path}"
+        self._say(f"{kept}\nA page of all: sigsoftmax report {shlex.quote(str(path))}")
 
 
 def _device_and_share(config: SweepConfig, ray: Any) -> tuple[str, Share]:
     device, gpus = config.device, config.gpus_per_trial
-    if device is None and gpus is not None:
-        device = "cuda" if gpus else "cpu"
+    if device is None and gpus is None and config.address is None:
+        device = default_device()
     elif device is None:
-        has_gpu = bool(ray.cluster_resources().get("GPU"))
-        device = default_device() if config.address is None else "cuda" if has_gpu else "cpu"
+        device = "cuda" if (ray.cluster_resources().get("GPU") if gpus is None else gpus) else "cpu"
     if gpus is None:
         gpus = 1.0 if device == "cuda" else 0.0
     return device, Share(cpus=config.cpus_per_trial, gpus=gpus)
 
 
-class _Watch:
-    """A line about what is going on, from the records that trials write."""
-
-    def __init__(self, count: int, ended: dict[Trial, TrialRecord], progress: Say) -> None:
-        self._count, self._ended, self._progress = count, ended, progress
-        self._began, self._shown = time.time(), 0.0
-
-    def look(self, running: Sequence[Trial]) -> None:
-        if time.monotonic() - self._shown < SHOW_SECONDS:
-            return
-        self._shown = time.monotonic()
-        active = [text for trial in running if (text := self._active(trial))]
-        more = f" and {len(active) - SHOWN_TRIALS} more" if len(active) > SHOWN_TRIALS else ""
-        parts = [f"{len(self._ended)} of {self._count} trials ended", *active[:SHOWN_TRIALS]]
-        # A line that wraps could not be replaced.
-        self._progress(("; ".join(parts) + more)[: shutil.get_terminal_size().columns - 1])
-
-    def _active(self, trial: Trial) -> str | None:
-        done, is_active = epochs_done(trial), False
-        for one in trial.runs():
-            path = one.path / "records.jsonl"
-            is_active |= path.is_file() and path.stat().st_mtime >= self._began
-        return f"{trial.name}: {done} of {planned_epochs(trial)} epochs" if is_active else None
+def _epoch_files(trial: Trial) -> list[Path]:
+    return [run.records for run in trial.runs() if run.records.is_file()]
 
 
-def epochs_done(trial: Trial) -> int:
-    """Lines and not records: whoever writes them may be in the middle of one."""
-    files = [one.path / "records.jsonl" for one in trial.runs()]
-    return sum(path.read_bytes().count(b"\n") for path in files if path.is_file())
-
-
-def planned_epochs(trial: Trial) -> int:
-    return sum(one.epochs for one in trial.runs())
-
-
-# --- what is said -----------------------------------------------------------------------------------------------------
-
-
-def _introduction(config: SweepConfig, trials: Sequence[Trial], ended: int) -> str:
-    points = len(dict.fromkeys(trial.point for trial in trials))
-    seeds = max(1, len(config.seeds))
-    parts = [_count(len(config.recipes), "recipe"), *([_count(points, "point")] if points > 1 else [])]
-    parts.append(_count(seeds, "seed"))
-    before = f"; {ended} ended before" if ended else ""
-    return (
-        f"{_count(len(trials), 'trial')}: {' x '.join(parts)}{before}.\n"
-        f"Trials are kept in {config.out}: the same command goes on where it was stopped."
-    )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _listing(config: SweepConfig, trials: Sequence[Trial]) -> str:
-    width = max(len(trial.name) for trial in trials)
-    lines, ended = [], 0
-    for trial in trials:
-        record = finished_record(trial, config.precision)
-        if record is not None:
-            ended += 1
-            state = f"ended, {duration_text(record.seconds)}"
-        elif done := epochs_done(trial):
-            state = f"begun, {done} of {planned_epochs(trial)} epochs"
-        else:
-            state = "to come"
-        lines.append(f"  {trial.name:{width}}  {state}")
-    return "\n".join([f"{_count(len(trials), 'trial')}, {ended} ended, in {config.out}:", *lines])
-
-
-def _gather(
-    config: SweepConfig,
-    trials: Sequence[Trial],
-    ended: dict[Trial, TrialRecord],
-    failures: dict[Trial, str],
-    say: Say,
-) -> None:
-    groups = groups_of(trials, ended)
-    path = config.out / RECORDS_FILE
-    here = Environment.here()
-    records = gathered(trial for trial in trials if trial in ended)
-    store(path, [*records, *(Record.of(found, here) for found in differences(groups, config))])
-    say(results_table(groups, failures, config))
-    say(f"Records of {_count(len(ended), 'trial')}: {path}\nA page of all: sigsoftmax report {shlex.quote(str(path))}")
+def _epochs_text(trial: Trial) -> str:
+    # Lines and not records: whoever writes them may be in the middle of one.
+    done = sum(path.read_bytes().count(b"\n") for path in _epoch_files(trial))
+    return f"{done} of {sum(run.epochs for run in trial.runs())} epochs"

@@ -56,16 +56,16 @@ def groups_of(trials: Sequence[Trial], records: Mapping[Trial, TrialRecord]) -> 
     """In the order of the plan. Trials on different texts are refused: nothing could be said about them."""
     texts: dict[str, dict[str, Trial]] = {}
     for trial, record in records.items():
-        texts.setdefault(trial.run.recipe.corpus, {}).setdefault(record.run.corpus_checksum, trial)
+        texts.setdefault(trial.recipe.corpus, {}).setdefault(record.run.corpus_checksum, trial)
     for corpus, found in texts.items():
         if len(found) > 1:
             names = " and ".join(trial.name for trial in found.values())
             raise ValueError(f"the text {corpus!r} changed during the sweep: {names} had different ones; start again")
-    keys = dict.fromkeys((trial.run.recipe.name, trial.point) for trial in trials)
+    keys = dict.fromkeys((trial.recipe.name, trial.point) for trial in trials)
     groups = []
     for recipe, point in keys:
-        own = [trial for trial in trials if (trial.run.recipe.name, trial.point) == (recipe, point)]
-        ended = {trial.run.seed: records[trial] for trial in own if trial in records}
+        own = [trial for trial in trials if (trial.recipe.name, trial.point) == (recipe, point)]
+        ended = {trial.seed: records[trial] for trial in own if trial in records}
         groups.append(Group(recipe=recipe, point=point, planned=len(own), records=ended))
     return groups
 

@@ -1,6 +1,6 @@
 """One update of NT-ASGD in three launches: a norm in fixed order, the numbers of the step, the step itself.
 
-The plain torch is ``AveragedSgd`` in ``training.optimization``, which reads and writes the parameters and gradients
+The plain torch is ``AveragedSgd`` in ``training.nt_asgd``, which reads and writes the parameters and gradients
 five times and more; here gradients are read twice, parameters and averages read and written once.
 """
 

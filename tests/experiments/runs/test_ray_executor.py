@@ -1,13 +1,15 @@
 """What Ray needs before it starts: its folder, its leftovers, room for a trial."""
 
 import socket
+import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
-from sigsoftmax.experiments.sweep import ray_executor as sweep_ray
-from sigsoftmax.experiments.sweep.ray_executor import (
+from sigsoftmax.experiments.runs import ray_executor
+from sigsoftmax.experiments.runs.ray_executor import (
     Share,
     check_ray,
     ray_folder,
@@ -20,7 +22,7 @@ LONG = "a-folder-of-a-sweep-with-a-name-that-is-rather-long"
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(sweep_ray, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_executor, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"a sweep needs ray and safetensors: pip install '\.\[sweep\]'"):
         check_ray()
 
@@ -34,17 +36,17 @@ def test_ray_stays_in_the_folder_of_the_sweep_where_sockets_have_room():
 
 
 def test_a_long_folder_is_replaced_by_a_short_one(tmp_path, monkeypatch):
-    folder = sweep_ray._make_folder(tmp_path / LONG)
+    folder = ray_executor._make_folder(tmp_path / LONG)
     try:
         assert folder.is_dir()
         assert folder.name.startswith("sigsoftmax-ray-")
-        assert len(str(folder)) + sweep_ray.SOCKET_NAME_LENGTH <= sweep_ray.SOCKET_PATH_LIMIT
+        assert len(str(folder)) + ray_executor.SOCKET_NAME_LENGTH <= ray_executor.SOCKET_PATH_LIMIT
         assert not (tmp_path / LONG).exists()
     finally:
         folder.rmdir()
-    monkeypatch.setattr(sweep_ray, "SOCKET_PATH_LIMIT", 60)
+    monkeypatch.setattr(ray_executor, "SOCKET_PATH_LIMIT", 60)
     with pytest.raises(ValueError, match=r"may have 60 bytes.*choose a shorter --out"):
-        sweep_ray._make_folder(tmp_path / LONG)
+        ray_executor._make_folder(tmp_path / LONG)
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
@@ -110,3 +112,12 @@ def test_a_trial_that_fits_nowhere_is_refused_here_and_waited_for_on_a_cluster()
     assert trials_at_once(Nodes((True, {"CPU": 2.0})), share, is_local=False) == 1
     machines = Nodes((True, {"CPU": 128.0, "GPU": 8.0}), (False, {"CPU": 128.0, "GPU": 8.0}), (True, {"CPU": 4.0}))
     assert trials_at_once(machines, share, is_local=False) == 2
+
+
+def test_what_threads_of_ray_print_is_not_shown(capsys):
+    stream = ray_executor._OneThread(sys.stdout)
+    other = threading.Thread(target=print, args=("(raylet) a worker died",), kwargs={"file": stream})
+    other.start()
+    other.join()
+    print("ours", file=stream, flush=True)
+    assert capsys.readouterr().out == "ours\n"

@@ -10,7 +10,7 @@ from tests.experiments.small_runs import SINGLE, command, sigsoftmax, small_reso
 from tests.lm.runs import assert_same_end, epochs_of
 
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
-from sigsoftmax.experiments.runs.training_runs import train_runs
+from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.lm.training.interruption import OutOfTime
 from sigsoftmax.lm.training.trainer import Diverged
 
