@@ -52,13 +52,13 @@ def test_a_group_does_not_depend_on_what_varies_with_the_seed():
     records = heads(TWO)
     assert len({r.updates for r in records}) == 2
     found = only(records)
-    assert found.seeds == [1, 2]
+    assert found.ranking.seeds == [1, 2]
     assert "6 epochs, 2 seeds, 1,001 to 1,002 updates" in found.ranking.caption
     # With averaging that ends when it no longer helps, the epochs vary, too.
     stale = [dataclasses.replace(r, epochs=5 + r.run.seed) for r in records]
-    assert only(stale).seeds == [1, 2]
+    assert only(stale).ranking.seeds == [1, 2]
     first_version = [dataclasses.replace(r, budget=None) for r in records]
-    assert only(first_version).seeds == [1, 2]
+    assert only(first_version).ranking.seeds == [1, 2]
 
 
 @pytest.mark.parametrize(

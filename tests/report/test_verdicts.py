@@ -29,7 +29,10 @@ def test_a_head_that_is_resolved_from_all_others_is_recommended_with_its_scope_a
     )
     assert said[0].endswith("resolved by 3 seeds.")
     assert said[1] == "MoS(K=4) is resolved from each of the other heads."
-    assert said[-1] == "The price: MoS(K=4) 26,000 parameters and 1 min 20 s a run, against softmax's 26,000 and 1 min 15 s."
+    assert (
+        said[-1]
+        == "The price: MoS(K=4) 26,000 parameters and 1 min 20 s a run, against softmax's 26,000 and 1 min 15 s."
+    )
 
 
 @pytest.mark.parametrize(("count", "have"), [(1, "With one seed"), (2, "With 2 seeds")])

@@ -23,11 +23,11 @@ class Measured(Payload, Protocol):
 
     @property
     def subject(self) -> Hashable:
-        """What was measured: two payloads with equal ones are measurements of the same thing."""
+        """The thing that was measured: payloads with equal subjects are measurements of the same thing."""
 
     @property
     def extent(self) -> Mapping[Hashable, float]:
-        """How much was measured of each part of the subject; a part that was not measured is left out."""
+        """The amount measured of each part of the subject; a part that was not measured is left out."""
 
 
 PAYLOADS: Mapping[str, type[Measured]] = {

@@ -16,7 +16,6 @@ from sigsoftmax.report.loading import Loaded
 from sigsoftmax.report.markup import Markup, join, script_json, tag
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.provenance import origins
-from sigsoftmax.report.section import Absent, Section
 from sigsoftmax.report.sections import (
     audits,
     benchmarks,
@@ -28,6 +27,7 @@ from sigsoftmax.report.sections import (
     sweeps,
     verdict,
 )
+from sigsoftmax.report.sections.section import Absent, Section
 from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table
 from sigsoftmax.report.theme import Looks, stylesheet_variables
 

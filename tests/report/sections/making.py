@@ -9,8 +9,8 @@ from sigsoftmax.records import Payload, Record, append
 from sigsoftmax.report.figures import Figure
 from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.section import Section
 from sigsoftmax.report.sections import benchmarks
+from sigsoftmax.report.sections.section import Section
 from sigsoftmax.report.tables import Table
 from sigsoftmax.report.theme import Looks
 

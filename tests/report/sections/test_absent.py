@@ -3,8 +3,8 @@
 import dataclasses
 
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.section import Absent
 from sigsoftmax.report.sections import audits, benchmarks, capacity, comparison, learning, reproduction, spectra, sweeps
+from sigsoftmax.report.sections.section import Absent
 from sigsoftmax.report.theme import Looks
 
 

@@ -13,8 +13,8 @@ from sigsoftmax.records import Record, append
 from sigsoftmax.records.schemas.sweeps import TrialRecord
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
 from sigsoftmax.report import ReportConfig, write_report
-from sigsoftmax.report.section import Absent
 from sigsoftmax.report.sections import verdict
+from sigsoftmax.report.sections.section import Absent
 from sigsoftmax.report.tables import Table, plain_text
 
 TWO_HEADS = {"softmax": (57.0, 402), "sigsoftmax": (55.0, 1300)}

@@ -38,7 +38,8 @@ from sigsoftmax.lm.dynamic.window_gradients import Look, WindowGradients, Window
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.precision import check_precision
 from sigsoftmax.lm.training.trainer import Diverged
-from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, RunIdentity, perplexity_of
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, RunIdentity
+from sigsoftmax.records.statistics import perplexity
 
 __all__ = [
     "DynamicEvaluation",
@@ -69,7 +70,7 @@ class DynamicProgress:
 
     @property
     def perplexity(self) -> float:
-        return perplexity_of(self.loss)
+        return perplexity(self.loss)
 
     @property
     def seconds_left(self) -> float:
@@ -223,7 +224,7 @@ class DynamicEvaluation:
 
     @property
     def perplexity(self) -> float:
-        return perplexity_of(self.loss)
+        return perplexity(self.loss)
 
     def record(self, run: RunIdentity) -> DynamicEvaluationRecord:
         return DynamicEvaluationRecord(

@@ -1,4 +1,4 @@
-"""What an audit of an output layer found."""
+"""The findings of an audit of an output layer."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ShareOnLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Bend:
-    """Whether the layer uses the bend of its phi; for a softmax there is none."""
+    """The use that the layer makes of the nonlinearity of its phi, the bend; for a softmax there is none."""
 
     contexts: int
     lines: tuple[ShareOnLine, ...]
@@ -160,7 +160,7 @@ class TargetResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What an audit of an output layer found. A part that was not measured is None, and ``notes`` say why."""
+    """The findings of an audit of an output layer. A part that was not measured is None, and ``notes`` say why."""
 
     KIND: ClassVar[str] = "audit"
     VERSION: ClassVar[int] = 2
@@ -196,10 +196,9 @@ class Audit:
     def extent(self) -> Mapping[Hashable, float]:
         """The parts that were measured in these contexts, with the numbers of contexts or words that they are of."""
         parts = ("bounds", "spectrum", "truncation", "bend", "gradient")
+        measured = {part: getattr(self, part) for part in parts}
         found: dict[Hashable, float] = {
-            (self.contexts_from, part): getattr(self, part).contexts
-            for part in parts
-            if getattr(self, part) is not None
+            (self.contexts_from, part): value.contexts for part, value in measured.items() if value is not None
         }
         if self.argmax is not None:
             found[self.contexts_from, "argmax"] = self.argmax.in_question - self.argmax.undecided

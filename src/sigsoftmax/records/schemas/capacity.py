@@ -1,4 +1,4 @@
-"""What an output head can express at a width."""
+"""The capacity of an output head at a width."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CapacityResult", "StartResult"]
 
 @dataclass(frozen=True, kw_only=True)
 class StartResult:
-    """Where one fit began and where it ended."""
+    """The start of one fit, and where it ended."""
 
     name: str
     kl: float
@@ -22,7 +22,7 @@ class StartResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityResult:
-    """What a head can reach at a width on a language."""
+    """The KL that a head can reach at a width on a language."""
 
     KIND: ClassVar[str] = "capacity"
     VERSION: ClassVar[int] = 2
@@ -63,13 +63,17 @@ class CapacityResult:
     @property
     def spread(self) -> float:
         """The worst minus the best end of the fits from different starts."""
-        ends = [start.kl for start in self.starts if start.iterations]
-        return max(ends) - min(ends) if ends else 0.0
+        ends = self._ends or [0.0]
+        return max(ends) - min(ends)
 
     @property
     def worst_fitted_kl(self) -> float:
         """The KL at which the worst of the fits from different starts ended."""
-        return max((start.kl for start in self.starts if start.iterations), default=self.fitted_kl)
+        return max(self._ends, default=self.fitted_kl)
+
+    @property
+    def _ends(self) -> list[float]:
+        return [start.kl for start in self.starts if start.iterations]
 
     @property
     def limit_kl(self) -> float | None:

@@ -1,4 +1,4 @@
-"""What a classifier with a given head was worth: likelihood, accuracy, calibration."""
+"""Results of a classifier with a given head: likelihood, accuracy, calibration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ConfidenceBin:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Whether probabilities mean what they say."""
+    """Calibration of the predicted probabilities."""
 
     expected_error: float
     """sum over bins of their share of the predictions times |accuracy - confidence|"""

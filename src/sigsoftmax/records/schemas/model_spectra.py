@@ -14,7 +14,7 @@ __all__ = ["ModelSpectrum"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpectrum:
-    """What the paper's table 3 and its two figures show, for one model."""
+    """The spectrum of one model, as in the paper's table 3 and its two figures."""
 
     KIND: ClassVar[str] = "model-spectrum"
     VERSION: ClassVar[int] = 1

@@ -4,7 +4,7 @@ A numerical rank is a number of singular values above a threshold, so a rank wit
 threshold below the noise of the entries or of the arithmetic counts noise. So a spectrum knows how wrong it may be, and
 counts nothing below its noise floor.
 
-Symbols: M words, T contexts, eps32 = 2^-23, eps64 = 2^-52.
+Symbols: M words of the vocabulary, T contexts, eps32 = 2^-23, eps64 = 2^-52.
 """
 
 from __future__ import annotations
@@ -102,6 +102,17 @@ class Spectrum:
         return {"contexts": self.contexts, "singular values": len(self.singular_values)}
 
     @property
+    def is_usable(self) -> bool:
+        """Something can be drawn and counted: a record may hold anything."""
+        errors = (self.squared_error, self.value_error)
+        return (
+            bool(self.singular_values)
+            and 0.0 < self.largest < math.inf
+            and all(0.0 <= error < math.inf for error in errors)
+            and min(self.words, self.contexts) > 0
+        )
+
+    @property
     def largest(self) -> float:
         return self.singular_values[0]
 
@@ -132,13 +143,11 @@ class Spectrum:
         return threshold >= self.noise_floor
 
     def rank(self, threshold: float) -> int:
-        """How many singular values exceed the threshold, which is absolute; refused below the noise floor."""
+        """The number of singular values above an absolute threshold; refused below the noise floor."""
         if not self.can_count(threshold):
-            remedy = {
-                "gram": "compute the spectrum with method='exact', or choose a higher threshold",
-            }.get(self.method, "choose a higher threshold, or compute the entries with more precision")
-            if self.squared_error and 2.0 * self.value_error > threshold:
-                remedy = "choose a higher threshold, or compute the entries with more precision"
+            remedy = "choose a higher threshold, or compute the entries with more precision"
+            if self.method == "gram" and not (self.squared_error and 2.0 * self.value_error > threshold):
+                remedy = "compute the spectrum with method='exact', or choose a higher threshold"
             raise BelowNoiseFloor(
                 f"a rank at the threshold {threshold:.3g} would count noise: the noise floor of this spectrum is "
                 f"{self.noise_floor:.3g} (largest singular value {self.largest:.3g}, method {self.method}, entries of "
@@ -151,13 +160,10 @@ class Spectrum:
         threshold = self.threshold(rule)
         if not self.can_count(threshold):
             return RankCount(rule, threshold, None, None, None)
-        return RankCount(
-            rule,
-            threshold,
-            self.rank(threshold),
-            sum(self._lowered(value) > threshold for value in self.singular_values),
-            sum(self._raised(value) > threshold for value in self.singular_values),
-        )
+        lowered = (math.sqrt(max(v * v - self.squared_error, 0.0)) - self.value_error for v in self.singular_values)
+        raised = (math.sqrt(v * v + self.squared_error) + self.value_error for v in self.singular_values)
+        at_least, at_most = (sum(value > threshold for value in values) for values in (lowered, raised))
+        return RankCount(rule, threshold, self.rank(threshold), at_least, at_most)
 
     def ranks(self) -> tuple[RankCount, ...]:
         """The ranks under every rule, and above the noise floor."""
@@ -172,11 +178,6 @@ class Spectrum:
         return self.rank(self.float64_threshold)
 
     @property
-    def noise_rank(self) -> int:
-        """Singular values above the noise floor: directions that are certainly there."""
-        return self.rank(self.noise_floor)
-
-    @property
     def stable_rank(self) -> float:
         """sum sigma^2 / sigma_max^2, which noise does not move; 0 for a matrix of zeros."""
         return sum((value / self.largest) ** 2 for value in self.singular_values) if self.largest else 0.0
@@ -188,16 +189,10 @@ class Spectrum:
         total = sum(values)
         return math.exp(-sum(v / total * math.log(v / total) for v in values)) if total else 0.0
 
-    def _lowered(self, value: float) -> float:
-        return math.sqrt(max(value * value - self.squared_error, 0.0)) - self.value_error
-
-    def _raised(self, value: float) -> float:
-        return math.sqrt(value * value + self.squared_error) + self.value_error
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankBounds:
-    """Between which numbers the numerical rank of an M x T log-output matrix lies, without its spectrum."""
+    """Bounds between which the numerical rank of an M x T log-output matrix lies, without its spectrum."""
 
     KIND: ClassVar[str] = "rank_bounds"
     VERSION: ClassVar[int] = 1

@@ -1,4 +1,4 @@
-"""Sweeps: what each trial came to, and how far recipes lie apart over the same seeds. Losses are in nats per token."""
+"""Sweeps: results of trials, and differences between recipes over the same seeds. Losses are in nats per token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sigsoftmax.records.schemas.training import RunIdentity, perplexity_of
+from sigsoftmax.records.schemas.training import LatestCounts, RunIdentity
+from sigsoftmax.records.statistics import perplexity
 
 __all__ = ["PairedDifferenceRecord", "Quantity", "TrialRecord"]
 
@@ -14,7 +15,7 @@ Quantity = Literal["test_loss", "kl"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialRecord:
+class TrialRecord(LatestCounts):
     """A trial that has ended: one recipe with one seed at one point of the grid."""
 
     KIND: ClassVar[str] = "trial"
@@ -43,17 +44,12 @@ class TrialRecord:
         return self.run, self.point
 
     @property
-    def extent(self) -> Mapping[Hashable, float]:
-        """A later measurement replaces an earlier one."""
-        return {}
-
-    @property
     def valid_perplexity(self) -> float:
-        return perplexity_of(self.valid_loss)
+        return perplexity(self.valid_loss)
 
     @property
     def test_perplexity(self) -> float:
-        return perplexity_of(self.test_loss)
+        return perplexity(self.test_loss)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,11 @@ Losses are in nats per token; a perplexity is their exp and is derived, never st
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+
+from sigsoftmax.records.statistics import perplexity
 
 __all__ = [
     "Budget",
@@ -16,14 +17,22 @@ __all__ = [
     "DynamicEvaluationRecord",
     "EpochRecord",
     "EvaluationRecord",
+    "LatestCounts",
     "RunIdentity",
-    "perplexity_of",
 ]
+
+
+class LatestCounts:
+    """A payload of which a later measurement replaces an earlier one, whatever their sizes."""
+
+    @property
+    def extent(self) -> Mapping[Hashable, float]:
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """What was trained: enough to tell runs apart and to put seeds of the same thing together."""
+    """The run that was trained: enough to tell runs apart and to put seeds of the same thing together."""
 
     recipe: str
     """name of the recipe, as ``ptb-sigsoftmax``"""
@@ -43,7 +52,7 @@ class RunIdentity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochRecord:
+class EpochRecord(LatestCounts):
     """An epoch of training and the validation after it."""
 
     KIND: ClassVar[str] = "epoch"
@@ -77,7 +86,7 @@ class EpochRecord:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether the persistent kernels computed the LSTM layers; if not, it was torch's own LSTM."""
+        """The persistent kernels computed the LSTM layers, and not torch's own LSTM."""
         return "persistent kernels" in self.recurrence
 
     @property
@@ -85,17 +94,12 @@ class EpochRecord:
         return self.run, self.epoch
 
     @property
-    def extent(self) -> Mapping[Hashable, float]:
-        """A later measurement replaces an earlier one."""
-        return {}
-
-    @property
     def valid_perplexity(self) -> float:
-        return perplexity_of(self.valid_loss)
+        return perplexity(self.valid_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationRecord:
+class EvaluationRecord(LatestCounts):
     """A static evaluation of a checkpoint."""
 
     KIND: ClassVar[str] = "evaluation"
@@ -121,13 +125,8 @@ class EvaluationRecord:
         return self.run, self.split, self.batch
 
     @property
-    def extent(self) -> Mapping[Hashable, float]:
-        """A later measurement replaces an earlier one."""
-        return {}
-
-    @property
     def perplexity(self) -> float:
-        return perplexity_of(self.loss)
+        return perplexity(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +165,12 @@ class DynamicEvaluationRecord:
 
     @property
     def perplexity(self) -> float:
-        return perplexity_of(self.loss)
+        return perplexity(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What all runs of a comparison were given alike; it varies neither with the head nor with the seed."""
+    """The settings that all runs of a comparison share; they vary neither with the head nor with the seed."""
 
     setting: str
     """of the recipes, as ``language``"""
@@ -218,15 +217,3 @@ class ComparisonRecord:
         """Distance to the truth and rank are parts that a measurement may lack."""
         known = {"kl": self.kl is not None, "rank": self.rank is not None}
         return {part: 1.0 for part, is_known in known.items() if is_known}
-
-    @property
-    def test_perplexity(self) -> float:
-        return perplexity_of(self.test_loss)
-
-
-def perplexity_of(loss: float) -> float:
-    """e^loss, or inf where that is too large a number."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
