@@ -8,7 +8,17 @@ from collections.abc import Callable, Mapping
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.records.schemas.audits import Audit, HeadAtWidth, TargetResult, Truncation, TruncationPoint
-from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table, count_text, head_cell, number_text, seconds_text
+from sigsoftmax.report.tables import (
+    DASH,
+    Column,
+    Fields,
+    Row,
+    Table,
+    count_text,
+    head_cell,
+    number_text,
+    seconds_text,
+)
 from sigsoftmax.report.theme import Looks, head_label, same_head
 
 __all__ = [
@@ -225,10 +235,10 @@ PARTS: Mapping[str, Callable[[Audit], list[str]]] = {
 
 def truncation_table(truncation: Truncation, width: int | None = None) -> Table:
     """The loss of the truncation at every rank; the layer's width is marked."""
-    fields: dict[Column, Callable[[TruncationPoint], Cell | str]] = {
-        Column("Rank"): lambda point: count_text(point.width) + ("*" if point.width == width else ""),
-        Column("KL of the truncation (nats)"): lambda point: kl_text(point.kl),
-        Column("Bound (nats)"): lambda point: kl_text(point.bound),
+    fields: Fields[TruncationPoint] = {
+        "Rank": lambda point: count_text(point.width) + ("*" if point.width == width else ""),
+        "KL of the truncation (nats)": lambda point: kl_text(point.kl),
+        "Bound (nats)": lambda point: kl_text(point.bound),
     }
     points = sorted(truncation.points, key=lambda point: point.width)
     is_marked = any(point.width == width for point in points)
@@ -244,13 +254,13 @@ def target_table(target: TargetResult, looks: Looks | None = None) -> Table:
         base = softmax.get(head.width)
         return "" if same_head(head.head) == "softmax" or not base else f"{head.kl / base - 1.0:+.1%}"
 
-    fields: dict[Column, Callable[[HeadAtWidth], Cell | str]] = {
+    fields: Fields[HeadAtWidth] = {
         Column("Head", "label"): lambda head: head_cell(head.head, looks),
-        Column("Width"): lambda head: count_text(head.width),
-        Column("Least KL (nats)"): lambda head: kl_text(head.kl),
-        Column("Spread over starts"): lambda head: kl_text(head.spread, 2),
-        Column("Against softmax"): against,
-        Column("Softmax of equal KL"): lambda head: _softmax_width(head.softmax_width, target),
+        "Width": lambda head: count_text(head.width),
+        "Least KL (nats)": lambda head: kl_text(head.kl),
+        "Spread over starts": lambda head: kl_text(head.spread, 2),
+        "Against softmax": against,
+        "Softmax of equal KL": lambda head: _softmax_width(head.softmax_width, target),
     }
     in_order = sorted(target.heads, key=lambda head: (head.width, -head.kl))
     return Table.of(in_order, fields, caption=f"Least KL to {target.target}")

@@ -5,7 +5,7 @@ The terminal and the page both show what is made here, so that they cannot disag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,17 @@ from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
 from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.material import corpus_label
 from sigsoftmax.report.rankings import Ranking
-from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table, head_cell, number_text, range_text, sample_text
+from sigsoftmax.report.tables import (
+    DASH,
+    Column,
+    Fields,
+    Row,
+    Table,
+    head_cell,
+    number_text,
+    range_text,
+    sample_text,
+)
 from sigsoftmax.report.theme import Looks, same_head
 
 __all__ = ["Comparison", "Contender", "comparisons"]
@@ -90,12 +100,12 @@ class Comparison:
 
     def details(self, looks: Looks | None = None) -> Table:
         """Perplexities of the same heads in the same order, and the ranks of their log-output matrices."""
-        fields: dict[Column, Callable[[Contender], Cell | str]] = {
+        fields: Fields[Contender] = {
             Column("Output function", "label"): lambda contender: head_cell(contender.head, looks),
-            Column("Test perplexity"): lambda contender: contender.perplexities("test_loss"),
-            Column("Validation perplexity"): lambda contender: contender.perplexities("valid_loss"),
-            Column("Rank"): lambda contender: contender.range_of("rank"),
-            Column("Rank bound"): lambda contender: contender.range_of("rank_bound"),
+            "Test perplexity": lambda contender: contender.perplexities("test_loss"),
+            "Validation perplexity": lambda contender: contender.perplexities("valid_loss"),
+            "Rank": lambda contender: contender.range_of("rank"),
+            "Rank bound": lambda contender: contender.range_of("rank_bound"),
         }
         notes = ["Perplexity: mean over seeds ± standard deviation."] if len(self.ranking.seeds) > 1 else []
         if contexts := {record.contexts for record in self.records if record.contexts is not None}:

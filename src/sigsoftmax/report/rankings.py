@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,8 +18,8 @@ from sigsoftmax.records.statistics import LEAST_SEEDS, SIGNIFICANCE, PairedDiffe
 from sigsoftmax.report.tables import (
     DASH,
     NO_BREAK,
-    Cell,
     Column,
+    Fields,
     Table,
     head_cell,
     interval_text,
@@ -190,10 +190,10 @@ class Ranking:
         is_level = len({len(head.values) for head in self.heads}) == 1
         title = f"{KL} (nats)" if self.has_truth else f"{sentence(self.perplexity_of)} perplexity"
         resolved = {True: "yes", False: "no", None: DASH}
-        fields: dict[Column, Callable[[RankedHead], Cell | str]] = {
+        fields: Fields[RankedHead] = {
             Column("Output function", "label"): lambda head: head_cell(head.head, looks),
             # Where all have as many the caption says so, and the table is the narrower.
-            **({} if is_level else {Column("Seeds"): lambda head: str(len(head.values))}),
+            **({} if is_level else {"Seeds": lambda head: str(len(head.values))}),
             Column(title, "interval"): lambda head: (
                 _level_text(head.level, 4) if self.has_truth else _level_text(head.perplexities, 2)
             ),

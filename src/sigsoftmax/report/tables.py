@@ -8,7 +8,7 @@ import html
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -24,6 +24,7 @@ __all__ = [
     "TIMES",
     "Cell",
     "Column",
+    "Fields",
     "Row",
     "Table",
     "count_text",
@@ -81,6 +82,10 @@ class Column:
         return self.kind in ("number", "interval")
 
 
+Fields = dict[str | Column, Callable[[T], Cell | str]]
+"""The columns of a table, each with the cell that it has for an item; a title alone is a column of numbers."""
+
+
 @dataclass(frozen=True)
 class Row:
     cells: Sequence[Cell | str]
@@ -118,15 +123,16 @@ class Table:
     def of(
         cls,
         items: Iterable[T],
-        fields: Mapping[Column, Callable[[T], Cell | str]],
+        fields: Fields[T],
         *,
         caption: str,
         notes: Sequence[Child] = (),
         has_heading: bool = False,
     ) -> Table:
         """A row for each item, with the cells that its fields have in it."""
+        columns = [title if isinstance(title, Column) else Column(title) for title in fields]
         rows = [Row([cell(item) for cell in fields.values()]) for item in items]
-        return cls(caption=caption, columns=list(fields), rows=rows, notes=notes, has_heading=has_heading)
+        return cls(caption=caption, columns=columns, rows=rows, notes=notes, has_heading=has_heading)
 
     def to_html(self) -> Markup:
         table = tag(

@@ -12,7 +12,6 @@ from sigsoftmax.report.material import Material
 from sigsoftmax.report.sections import benchmarks
 from sigsoftmax.report.sections.section import Section
 from sigsoftmax.report.tables import Table
-from sigsoftmax.report.theme import Looks
 
 
 def material_of(payloads: Sequence[Payload], tmp_path: Path) -> Material:
@@ -23,7 +22,7 @@ def material_of(payloads: Sequence[Payload], tmp_path: Path) -> Material:
 
 def section_of(module, payloads: Sequence[Payload], tmp_path: Path) -> Section:
     material = material_of(payloads, tmp_path)
-    looks = Looks([*material.published_heads(), *material.heads()])
+    looks = material.looks()
     made = module.section(material) if module is benchmarks else module.section(material, looks)
     assert isinstance(made, Section)
     return made

@@ -11,7 +11,7 @@ from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, Quantity, TrialRecord
 from sigsoftmax.records.statistics import LEAST_SEEDS, PairedDifference
 from sigsoftmax.report.sections.sweeps import Trials, mean_fields
-from sigsoftmax.report.tables import DASH, Cell, Column, Table
+from sigsoftmax.report.tables import DASH, Cell, Column, Fields, Table
 
 __all__ = ["Group", "differences", "groups_of", "results_table", "trial_line"]
 
@@ -129,10 +129,10 @@ def results_table(groups: Sequence[Group], failures: Mapping[Trial, str], config
     quantity = quantity_of(groups)
     compared = len(groups) > 1
     axes = [axis.field for axis in config.axes()]
-    fields: dict[Column, Callable[[Group], Cell | str]] = {
+    fields: Fields[Group] = {
         Column("Recipe", "label"): lambda group: group.recipe,
         **{Column(axis): _alternative(place) for place, axis in enumerate(axes)},
-        Column("Seeds"): lambda group: _count_text(len(group.records), group.planned),
+        "Seeds": lambda group: _count_text(len(group.records), group.planned),
         **{column: _of_records(cell) for column, cell in mean_fields(has_truth=quantity == "kl").items()},
     }
     if compared:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from sigsoftmax.report.figures import Axis, Figure, Trace, numbers
 from sigsoftmax.report.markup import plot_text, tag
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import DASH, TIMES, Cell, Column, Table, number_text, range_text, sentence
+from sigsoftmax.report.tables import DASH, TIMES, Cell, Column, Fields, Table, number_text, range_text, sentence
+from sigsoftmax.report.theme import Looks
 
 __all__ = ["section"]
 
@@ -70,7 +71,7 @@ class Case:
         return clause.bound * ratios[clause.other] if clause.quantity == "x" and clause.other in ratios else None
 
 
-def section(material: Material) -> Section | Absent:
+def section(material: Material, looks: Looks) -> Section | Absent:
     cases = [
         Case(suite, name, tuple(entry.payload for entry in found), where)
         for (suite, name, where), found in grouped(
@@ -275,13 +276,13 @@ def _summary(case: Case) -> str:
 
 def _table(case: Case) -> Table:
     has_errors = any(m.gradient_error is not None for m in case.rows)
-    fields: dict[Column, Callable[[Measurement], Cell | str]] = {
+    fields: Fields[Measurement] = {
         Column("Implementation", "label"): lambda m: m.implementation,
-        Column("Time"): lambda m: _milliseconds(m.milliseconds),
-        Column("Quartiles"): lambda m: " to ".join(map(_milliseconds, _ends(m.milliseconds_quartiles, m.milliseconds))),
-        Column("Ratio"): lambda m: f"{m.ratio:.3f}" if case.compares_times else DASH,
-        Column("Peak memory"): lambda m: _mib(m.peak_mib),
-        **({Column("Gradient error"): lambda m: number_text(m.gradient_error, 3)} if has_errors else {}),
+        "Time": lambda m: _milliseconds(m.milliseconds),
+        "Quartiles": lambda m: " to ".join(map(_milliseconds, _ends(m.milliseconds_quartiles, m.milliseconds))),
+        "Ratio": lambda m: f"{m.ratio:.3f}" if case.compares_times else DASH,
+        "Peak memory": lambda m: _mib(m.peak_mib),
+        **({"Gradient error": lambda m: number_text(m.gradient_error, 3)} if has_errors else {}),
         Column("Target", "words"): lambda m: m.target or DASH,
         Column("Met", "words"): lambda m: _verdict_cell(case.verdict(m)),
     }

@@ -21,7 +21,7 @@ from sigsoftmax.report.figures import (
 )
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import Cell, Column, Table, count_text, head_cell, number_text, seconds_text
+from sigsoftmax.report.tables import Column, Fields, Table, count_text, head_cell, number_text, seconds_text
 from sigsoftmax.report.theme import Looks, head_label, same_head
 
 __all__ = ["section"]
@@ -141,13 +141,17 @@ def _fit_text(result: CapacityResult) -> str:
 
 def _kl_summary(results: Sequence[CapacityResult], language: str) -> str:
     heads = _by_head(results)
-    shared = sorted(set.intersection(*({r.width for r in curve} for curve in heads.values())))
+    shared = _shared_widths(heads)
     if not shared:
         return f"{language}. {len(heads)} heads; no width is common to all of them."
     width = shared[(len(shared) - 1) // 2]
     here = sorted((r for r in results if r.width == width), key=lambda r: -r.fitted_kl)
     order = ", ".join(f"{head_label(r.head)} {number_text(r.fitted_kl, 3)}" for r in here)
     return f"{language}. At width {width}, from most to least KL in nats: {order}."
+
+
+def _shared_widths(heads: Mapping[str, Sequence[CapacityResult]]) -> list[int]:
+    return sorted(set.intersection(*({r.width for r in curve} for curve in heads.values())))
 
 
 def _numbers_summary(results: Sequence[CapacityResult], language: str) -> str:
@@ -187,7 +191,7 @@ def _rank_figure(
 ) -> Figure:
     heads = _by_head(results)
     widths = sorted({r.width for r in results})
-    complete = [w for w in widths if all(any(r.width == w for r in curve) for curve in heads.values())] or widths
+    complete = _shared_widths(heads) or widths
     selected = complete[(len(complete) - 1) // 2]
     traces = [_spectrum(r, looks) for r in results if r.singular_values and r.singular_values[0] > 0.0]
     some = results[0]
@@ -227,17 +231,17 @@ def _spectrum(result: CapacityResult, looks: Looks) -> Trace:
 
 
 def _table(results: Sequence[CapacityResult], looks: Looks, language: str) -> Table:
-    fields: dict[Column, Callable[[CapacityResult], Cell | str]] = {
+    fields: Fields[CapacityResult] = {
         Column("Head", "label"): lambda r: head_cell(r.head, looks),
-        Column("Width"): lambda r: str(r.width),
-        Column("Numbers per context"): lambda r: count_text(r.numbers_per_context),
-        Column("Output parameters"): lambda r: count_text(r.output_parameters),
-        Column("Rank bound"): lambda r: count_text(r.rank_bound),
-        Column("Rank"): lambda r: count_text(r.rank),
-        Column("KL of the fit (nats)"): lambda r: number_text(r.fitted_kl),
-        Column("Worst start"): lambda r: number_text(r.worst_fitted_kl),
-        Column("At most, in the limit"): lambda r: "" if r.limit_kl is None else number_text(r.limit_kl),
-        Column("Time"): lambda r: seconds_text(r.seconds),
+        "Width": lambda r: str(r.width),
+        "Numbers per context": lambda r: count_text(r.numbers_per_context),
+        "Output parameters": lambda r: count_text(r.output_parameters),
+        "Rank bound": lambda r: count_text(r.rank_bound),
+        "Rank": lambda r: count_text(r.rank),
+        "KL of the fit (nats)": lambda r: number_text(r.fitted_kl),
+        "Worst start": lambda r: number_text(r.worst_fitted_kl),
+        "At most, in the limit": lambda r: "" if r.limit_kl is None else number_text(r.limit_kl),
+        "Time": lambda r: seconds_text(r.seconds),
     }
     in_order = sorted(results, key=lambda r: (r.width, -r.fitted_kl))
     return Table.of(in_order, fields, caption=f"Capacity: {language}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sigsoftmax.records.grouping import grouped
@@ -12,7 +12,7 @@ from sigsoftmax.records.published.paper import Split, Stage
 from sigsoftmax.records.statistics import LEAST_SEEDS, POWER, SIGNIFICANCE, Gap, PairedDifference, Sample, perplexity
 from sigsoftmax.report.material import changes
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant
-from sigsoftmax.report.tables import DASH, MINUS, Cell, Column, Table, signed_text
+from sigsoftmax.report.tables import DASH, MINUS, Column, Fields, Table, signed_text
 from sigsoftmax.report.theme import head_label, same_head
 
 __all__ = ["PAIRS", "Judged", "gap_tables", "judged_gaps"]
@@ -117,13 +117,13 @@ def published_gap(corpus: str, first: str, second: str, stage: Stage, split: Spl
 
 def gap_tables(corpus: str, gaps: Sequence[Judged]) -> list[Table]:
     """One for every comparison."""
-    fields: dict[Column, Callable[[Judged], Cell | str]] = {
+    fields: Fields[Judged] = {
         Column("Perplexity", "label"): lambda gap: f"{SPLIT_TITLES[gap.split]}, {STAGE_TITLES[gap.stage]}",
-        Column("Paper"): lambda gap: _published_text(gap.published),
-        Column("Ours"): lambda gap: signed_text(gap.size),
-        Column("95 % interval"): lambda gap: gap.interval(),
-        Column("Relative"): lambda gap: percent_text(gap.relative),
-        Column("Seeds in common"): lambda gap: str(len(gap.paired.seeds)),
+        "Paper": lambda gap: _published_text(gap.published),
+        "Ours": lambda gap: signed_text(gap.size),
+        "95 % interval": lambda gap: gap.interval(),
+        "Relative": lambda gap: percent_text(gap.relative),
+        "Seeds in common": lambda gap: str(len(gap.paired.seeds)),
         Column("What it shows", "words"): lambda gap: gap.verdict(),
     }
     found = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from sigsoftmax.report.tables import (
     DASH,
     Cell,
     Column,
+    Fields,
     Row,
     Table,
     count_text,
@@ -139,37 +140,33 @@ def _figure(
     far = far_above({number: group.best.mean for number, group in enumerate(groups)})
     far_text = f" Far above and not shown at first: {', '.join(groups[n].label for n in far)}." if far else ""
     is_thinned = any(len(epochs) > POINTS for group in groups for epochs in group.seeds.values())
-    notes = [f"Each curve is drawn through about {POINTS} of its epochs."] if is_thinned else []
-    name_of_corpus, name_of_phase = sentence(corpus_label(corpus)), PHASES.get(phase, phase)
+    text, what = sentence(corpus_label(corpus)), PHASES.get(phase, phase)
+    switches = [Switch("valid", "Validation"), Switch("train", "Training", False)]
+    switches += [Switch("mean", "Mean and band"), Switch("runs", "Single runs", False)]
     return Figure(
         id=name,
-        title=f"{name_of_corpus}: {name_of_phase}",
+        title=f"{text}: {what}",
         summary=_summary(groups) + far_text,
         x=Axis(title="epoch", log=False),
         y=Axis(title="perplexity", log=True, settings={"tickformat": ",.4~g"}),
-        traces=[
-            *(
-                trace
-                for number, group in enumerate(groups)
-                for split in SPLITS
-                for traces in (_mean_traces, _run_traces)
-                for trace in traces(group, split, (f"group:{number}", split))
-            ),
-            *(_reference_trace(curve, looks[curve.head]) for curve in references),
-        ],
+        traces=[*_traces(groups), *(_reference_trace(curve, looks[curve.head]) for curve in references)],
         legend=[Switch(f"group:{n}", g.label, n not in far, g.look) for n, g in enumerate(groups)],
-        switches=[
-            Switch("valid", "Validation"),
-            Switch("train", "Training", False),
-            Switch("mean", "Mean and band"),
-            Switch("runs", "Single runs", False),
-            *([Switch("reference", "Reference")] if references else []),
-        ],
-        table=_epochs_table(f"{name_of_corpus}, {name_of_phase}", groups),
+        switches=switches + [Switch("reference", "Reference")] * bool(references),
+        table=_epochs_table(f"{text}, {what}", groups),
         environments=[entry.environment for entry in entries],
-        notes=[*notes, *(f"Reference for {head_label(c.head)}: {c.source} (seed {c.seed})." for c in references)],
+        notes=[
+            *[f"Each curve is drawn through about {POINTS} of its epochs."] * is_thinned,
+            *(f"Reference for {head_label(c.head)}: {c.source} (seed {c.seed})." for c in references),
+        ],
         height=460,
     )
+
+
+def _traces(groups: Sequence[Group]) -> Iterator[Trace]:
+    for number, group in enumerate(groups):
+        for split in SPLITS:
+            yield from _mean_traces(group, split, (f"group:{number}", split))
+            yield from _run_traces(group, split, (f"group:{number}", split))
 
 
 def _reference_trace(curve: ReferenceCurve, look: Look) -> Trace:
@@ -315,21 +312,21 @@ def _settings_table(groups: Sequence[tuple[str, Group]]) -> Table:
     def every(group: Group) -> list[EpochRecord]:
         return [record for epochs in group.seeds.values() for record in epochs.values()]
 
-    fields: dict[Column, Callable[[tuple[str, Group]], Cell | str]] = {
+    fields: Fields[tuple[str, Group]] = {
         Column("Output function", "label"): lambda row: Cell(head_label(row[1].run.head), swatch(row[1].look)),
         Column("Run", "words"): lambda row: ", ".join(
             filter(None, (row[1].run.corpus, row[0], setting_label(row[1].run)))
         ),
-        Column("Seeds"): lambda row: str(len(row[1].seeds)),
-        Column("Parameters"): lambda row: f"{row[1].run.parameters:,}",
-        Column("Epochs"): lambda row: range_text(max(epochs) for epochs in row[1].seeds.values()),
-        Column("Least validation perplexity"): lambda row: _spread_text(row[1].best),
-        Column("Averages from epoch"): lambda row: range_text(
+        "Seeds": lambda row: str(len(row[1].seeds)),
+        "Parameters": lambda row: f"{row[1].run.parameters:,}",
+        "Epochs": lambda row: range_text(max(epochs) for epochs in row[1].seeds.values()),
+        "Least validation perplexity": lambda row: _spread_text(row[1].best),
+        "Averages from epoch": lambda row: range_text(
             _averaging_began(epochs.values()) for epochs in row[1].seeds.values()
         ),
-        Column("Time an epoch"): lambda row: _epoch_time(every(row[1])),
-        Column("Runs at once"): lambda row: range_text(r.concurrent_runs for r in every(row[1])),
-        Column("Peak memory"): lambda row: _peak_text(every(row[1])),
+        "Time an epoch": lambda row: _epoch_time(every(row[1])),
+        "Runs at once": lambda row: range_text(r.concurrent_runs for r in every(row[1])),
+        "Peak memory": lambda row: _peak_text(every(row[1])),
     }
     return Table.of(
         groups,
@@ -358,16 +355,16 @@ def _runs_table(entries: Sequence[Entry[EpochRecord]], looks: Looks) -> Table:
         SingleRun(run, sorted((e.payload for e in found), key=lambda r: r.epoch), found[-1].environment.device)
         for run, found in grouped(entries, lambda entry: entry.payload.run).items()
     ]
-    fields: dict[Column, Callable[[SingleRun], Cell | str]] = {
+    fields: Fields[SingleRun] = {
         Column("Output function", "label"): lambda one: head_cell(one.run.head, looks),
         Column("Run", "words"): lambda one: run_label(one.run),
         Column("Phase", "label"): lambda one: PHASES.get(one.run.phase, one.run.phase),
-        Column("Seed"): lambda one: str(one.run.seed),
-        Column("Epochs"): lambda one: str(one.records[-1].epoch),
-        Column("Best epoch"): lambda one: str(one.best.epoch),
-        Column("Its validation perplexity"): lambda one: number_text(one.best.valid_perplexity),
-        Column("Averages from epoch"): lambda one: count_text(_averaging_began(one.records)),
-        Column("Time an epoch"): lambda one: _epoch_time(one.records),
+        "Seed": lambda one: str(one.run.seed),
+        "Epochs": lambda one: str(one.records[-1].epoch),
+        "Best epoch": lambda one: str(one.best.epoch),
+        "Its validation perplexity": lambda one: number_text(one.best.valid_perplexity),
+        "Averages from epoch": lambda one: count_text(_averaging_began(one.records)),
+        "Time an epoch": lambda one: _epoch_time(one.records),
         Column("Device", "words"): lambda one: one.device,
     }
     return Table.of(runs, fields, caption="Every run")

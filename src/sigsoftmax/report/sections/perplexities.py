@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,7 +14,7 @@ from sigsoftmax.records.published.paper import PublishedTable, Split, Stage
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord, RunIdentity
 from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.material import Material, run_label, setting_label
-from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table, head_cell, range_text, sample_text
+from sigsoftmax.report.tables import DASH, Column, Fields, Row, Table, head_cell, range_text, sample_text
 from sigsoftmax.report.theme import Looks, same_head
 
 __all__ = ["Variant", "collect", "grid_edges", "grid_table", "perplexity_table"]
@@ -169,27 +169,28 @@ def perplexity_table(
     places: list[Place] = [(stage, split) for stage in stages for split in paper.SPLITS]
     if table is None:
         places = [place for place in places if any(place in variant.perplexities for variant in variants)]
+    own = grouped((v for v in variants if _has_any(v, places)), lambda variant: same_head(variant.run.head))
+    lost = [Row((f"ours: {missing}", *[DASH] * (2 + len(places))), class_="ours")] if missing else []
     rows: list[Row] = []
     sources: dict[str, None] = {}
     for head in ordered_heads(variants):
         published = _published_rows(corpus, head, places) if table else {}
-        ours = [_own_row(v, places) for v in variants if same_head(v.run.head) == head and _has_any(v, places)]
-        if missing and published and not ours:
-            ours = [Row((f"ours: {missing}", *[DASH] * (2 + len(places))), class_="ours")]
+        ours = [_own_row(variant, places) for variant in own.get(head, ())]
         if published or ours:
-            rows += [Row((head_cell(head, looks),)), *published.values(), *ours]
+            rows += [Row((head_cell(head, looks),)), *published.values(), *(ours or lost)]
         sources |= dict.fromkeys(published)
-    group = STAGE_TITLES if len({stage for stage, _ in places}) > 1 else dict.fromkeys(STAGE_TITLES, "")
     return Table(
         caption=title,
-        columns=[
-            *(Column("Source", "label"), Column("Seeds"), Column("Epochs")),
-            *(Column(SPLIT_TITLES[split], group=group[stage]) for stage, split in places),
-        ],
+        columns=[Column("Source", "label"), Column("Seeds"), Column("Epochs"), *_columns(places)],
         rows=rows,
         notes=_notes(rows, sources),
         has_heading=has_heading,
     )
+
+
+def _columns(places: Sequence[Place]) -> list[Column]:
+    has_groups = len({stage for stage, _ in places}) > 1
+    return [Column(SPLIT_TITLES[split], group=STAGE_TITLES[stage] * has_groups) for stage, split in places]
 
 
 def _published_rows(corpus: str, head: str, places: Sequence[Place]) -> dict[str, Row]:
@@ -260,14 +261,14 @@ def grid_table(title: str, records: Sequence[DynamicEvaluationRecord], looks: Lo
         # A part of the grid may have been searched before the whole.
         chosen = [point for point in points if point.chosen][-1:]
         found += [(point, [p for p in points if p.split == "valid"]) for point in chosen]
-    fields: dict[Column, Callable[[Found], Cell | str]] = {
+    fields: Fields[Found] = {
         Column("Output function", "label"): lambda one: head_cell(one[0].run.head, looks),
         Column("Run", "words"): lambda one: run_label(one[0].run),
-        Column("Seed"): lambda one: str(one[0].run.seed),
-        Column("Learning rate η"): lambda one: f"{one[0].learning_rate:.3g}",
-        Column("Decay λ"): lambda one: f"{one[0].decay:.3g}",
-        Column("ε"): lambda one: f"{one[0].epsilon:.3g}",
-        Column("Points tried"): lambda one: str(len(one[1]) or DASH),
+        "Seed": lambda one: str(one[0].run.seed),
+        "Learning rate η": lambda one: f"{one[0].learning_rate:.3g}",
+        "Decay λ": lambda one: f"{one[0].decay:.3g}",
+        "ε": lambda one: f"{one[0].epsilon:.3g}",
+        "Points tried": lambda one: str(len(one[1]) or DASH),
         Column("On the edge", "words"): lambda one: (
             (" and ".join(grid_edges(*one)) or "no") if len(one[1]) > 1 else DASH
         ),

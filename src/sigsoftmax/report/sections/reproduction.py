@@ -74,21 +74,11 @@ def section(material: Material, looks: Looks) -> Section | Absent:
         reached = {stage for variant in variants for stage, _ in variant.perplexities}
         here = judged_gaps(corpus, variants, [stage for stage in reversed(paper.STAGES) if stage in reached])
         gaps += here
-        dynamic = [entry.payload for entry in material.dynamic_evaluations]
-        points = [record for record in dynamic if record.run.corpus == corpus and record.complete]
-        grid = grid_table(f"Dynamic evaluation on {corpus_label(corpus)}: the points that won", points, looks)
-        blocks += [
-            _dots(f"perplexity-{number}", corpus, variants, looks),
-            *(replace(made, has_heading=True) for _, made in _tables(corpus, variants, looks)),
-            *gap_tables(corpus_label(corpus), here),
-            *([grid] if grid else []),
-        ]
+        blocks.append(_dots(f"perplexity-{number}", corpus, variants, looks))
+        blocks += [replace(made, has_heading=True) for _, made in _tables(corpus, variants, looks)]
+        blocks += gap_tables(corpus_label(corpus), here)
+        blocks += _grid(corpus, material, looks)
     has_paper = any(corpus in paper.CORPORA for corpus in corpora)
-    numbers = [str(t.number) for t in paper.TABLES if t.stages and not _has_records(t, corpora.get(t.corpus, ()))]
-    if numbers and has_paper:
-        listed = " and ".join(filter(None, [", ".join(numbers[:-1]), numbers[-1]]))
-        text = f"No records for table{'s' if len(numbers) > 1 else ''} {listed} of the paper."
-        blocks.append(tag("p", text, class_="note"))
     published = ": the published numbers, and what runs of ours measured, with their spread over seeds."
     return Section(
         id="reproduction",
@@ -96,9 +86,24 @@ def section(material: Material, looks: Looks) -> Section | Absent:
         short="Perplexity",
         lead="Perplexity of language models with each output function" + (published if has_paper else "."),
         findings=_findings(gaps),
-        blocks=blocks,
+        blocks=blocks + (_missing(corpora) if has_paper else []),
         key_findings=2,
     )
+
+
+def _grid(corpus: str, material: Material, looks: Looks) -> list[Table]:
+    dynamic = [entry.payload for entry in material.dynamic_evaluations]
+    points = [record for record in dynamic if record.run.corpus == corpus and record.complete]
+    table = grid_table(f"Dynamic evaluation on {corpus_label(corpus)}: the points that won", points, looks)
+    return [table] if table else []
+
+
+def _missing(corpora: Mapping[str, Sequence[Variant]]) -> list[Block]:
+    """The tables of the paper for which there are no records."""
+    lost = [str(t.number) for t in paper.TABLES if t.stages and not _has_records(t, corpora.get(t.corpus, ()))]
+    listed = " and ".join(filter(None, [", ".join(lost[:-1]), *lost[-1:]]))
+    text = f"No records for table{'s' if len(lost) > 1 else ''} {listed} of the paper."
+    return [tag("p", text, class_="note")] if lost else []
 
 
 def _findings(gaps: Sequence[Judged]) -> list[str]:
@@ -123,28 +128,16 @@ def _dots(name: str, corpus: str, variants: Sequence[Variant], looks: Looks) -> 
     places: list[Place] = [(stage, split) for stage in reversed(paper.STAGES) for split in reversed(paper.SPLITS)]
     stage, split = place = next(p for p in places if any(p in v.perplexities for v in variants))
     has_paper = corpus in paper.CORPORA
-    shown = {
-        head: [
-            *(_Dot.published(r) for r in paper.results(corpus=corpus, head=head, stage=stage, split=split)),
-            *(
-                _Dot.ours(v, s)
-                for v in variants
-                if same_head(v.run.head) == head and (s := v.sample(place)) is not None
-            ),
-        ]
-        for head in ordered_heads(variants)
-    }
+    shown = {head: _dots_of(corpus, head, place, variants) for head in ordered_heads(variants)}
     shown = {head: found for head, found in shown.items() if found}
     far = far_above({head: max(dot.value for dot in found) for head, found in shown.items()})
-    summary = "Dots are ours, with one standard deviation either way"
-    summary += "; diamonds are the paper's." if has_paper else "."
-    if far:
-        summary += f" Far to the right and not shown at first: {', '.join(map(head_label, far))}."
+    far_text = f" Far to the right and not shown at first: {', '.join(map(head_label, far))}." if far else ""
+    whose = "; diamonds are the paper's." if has_paper else "."
     of_paper = next((t for t in paper.TABLES if t.corpus == corpus and t.stages == paper.STAGES), None)
     return Figure(
         id=name,
         title=f"{sentence(corpus_label(corpus))}: {SPLIT_TITLES[split].lower()} perplexity, {STAGE_TITLES[stage]}",
-        summary=summary,
+        summary=f"Dots are ours, with one standard deviation either way{whose}{far_text}",
         x=Axis(title="perplexity", settings={"tickformat": ",.4~g"}),
         y=HEADS_AXIS,
         traces=[dot.trace(head, looks[head]) for head, found in shown.items() for dot in found],
@@ -154,6 +147,12 @@ def _dots(name: str, corpus: str, variants: Sequence[Variant], looks: Looks) -> 
         table=perplexity_table(of_paper, corpus, f"All stages on {corpus_label(corpus)}", variants, looks),
         environments=[e for v in variants for e in v.environments],
     )
+
+
+def _dots_of(corpus: str, head: str, place: Place, variants: Sequence[Variant]) -> list[_Dot]:
+    published = paper.results(corpus=corpus, head=head, stage=place[0], split=place[1])
+    own = [(v, v.sample(place)) for v in variants if same_head(v.run.head) == head]
+    return [*map(_Dot.published, published), *(_Dot.ours(variant, sample) for variant, sample in own if sample)]
 
 
 class _Dot(NamedTuple):

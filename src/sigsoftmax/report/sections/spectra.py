@@ -20,6 +20,7 @@ from sigsoftmax.report.tables import (
     DASH,
     Cell,
     Column,
+    Fields,
     Row,
     Table,
     count_text,
@@ -243,18 +244,18 @@ def _ranks_table(caption: str, curves: Sequence[Curve]) -> Table:
     def rank(rule: str) -> Callable[[Curve], str]:
         return lambda curve: rank_text(curve.spectrum, rule)
 
-    fields: dict[Column, Callable[[Curve], Cell | str]] = {
+    fields: Fields[Curve] = {
         Column("Matrix", "label"): lambda curve: Cell(curve.name, swatch(curve.look)),
-        Column("Size"): lambda curve: size(curve.spectrum),
-        **{Column(f"Rank, {RULE_WORDS[rule]}"): rank(rule) for rule in (*RULES, "noise")},
-        Column("Stable rank"): number(lambda s: s.stable_rank, 3),
-        Column("Effective rank"): number(lambda s: s.effective_rank, 3),
-        Column("Largest"): number(lambda s: s.largest, 4),
-        Column("Noise floor / largest"): number(lambda s: s.noise_floor / s.largest, 2),
+        "Size": lambda curve: size(curve.spectrum),
+        **{f"Rank, {RULE_WORDS[rule]}": rank(rule) for rule in (*RULES, "noise")},
+        "Stable rank": number(lambda s: s.stable_rank, 3),
+        "Effective rank": number(lambda s: s.effective_rank, 3),
+        "Largest": number(lambda s: s.largest, 4),
+        "Noise floor / largest": number(lambda s: s.noise_floor / s.largest, 2),
         Column("Method and precision", "words"): lambda curve: (
             f"{curve.spectrum.method}, {curve.spectrum.precision or curve.spectrum.dtype}"
         ),
-        Column("Time"): lambda curve: seconds_text(curve.spectrum.seconds),
+        "Time": lambda curve: seconds_text(curve.spectrum.seconds),
     }
     formulas = "; ".join(f"{RULE_WORDS[rule.name]}: {rule.formula}" for rule in RULES.values())
     notes = [f"In brackets: between which ranks the estimated errors leave the count. Thresholds: {formulas}."]
@@ -329,16 +330,16 @@ def _ranks_text(spectra: Sequence[Spectrum]) -> str:
 
 
 def _bounds_table(bounds: Sequence[RankBounds], looks: Looks) -> Table:
-    fields: dict[Column, Callable[[RankBounds], Cell | str]] = {
+    fields: Fields[RankBounds] = {
         Column("Matrix", "label"): lambda b: b.source,
         Column("Head", "label"): lambda b: head_cell(b.head, looks) if b.head else DASH,
-        Column("Width"): lambda b: count_text(b.width),
-        Column("Size"): lambda b: size_text(b.words, b.contexts),
-        Column("Rank"): lambda b: f"exactly {b.upper:,}" if b.lower == b.upper else f"{b.lower:,} to {b.upper:,}",
+        "Width": lambda b: count_text(b.width),
+        "Size": lambda b: size_text(b.words, b.contexts),
+        "Rank": lambda b: f"exactly {b.upper:,}" if b.lower == b.upper else f"{b.lower:,} to {b.upper:,}",
         Column("Upper bound from", "words"): lambda b: b.upper_reason,
         Column("Threshold", "words"): lambda b: RULE_WORDS.get(b.rule, b.rule),
-        Column("Block"): lambda b: size_text(b.block_words, b.block_contexts),
-        Column("Time"): lambda b: seconds_text(b.seconds),
+        "Block": lambda b: size_text(b.block_words, b.block_contexts),
+        "Time": lambda b: seconds_text(b.seconds),
     }
     return Table.of(
         bounds,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
 from sigsoftmax.records.statistics import LEAST_SEEDS, Sample
 from sigsoftmax.report.material import Material, changes, corpus_label
 from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import DASH, Cell, Column, Table, sample_text, seconds_text, sentence, signed_text
+from sigsoftmax.report.tables import DASH, Cell, Column, Fields, Table, sample_text, seconds_text, sentence, signed_text
 from sigsoftmax.report.theme import Looks, swatch
 
 __all__ = ["Trials", "mean_fields", "section"]
@@ -35,16 +35,16 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     )
 
 
-Trials = Sequence[TrialRecord]
+Trials = list[TrialRecord]
 """Trials that differ in their seed alone."""
 
 
-def mean_fields(*, has_truth: bool) -> dict[Column, Callable[[Trials], Cell | str]]:
+def mean_fields(*, has_truth: bool) -> Fields[Trials]:
     """Means of trials that differ in their seed alone, as the terminal shows them too."""
-    kl = {Column("KL to the truth (nats)"): lambda trials: _mean([t.kl for t in trials], 4)}
+    kl: Fields[Trials] = {"KL to the truth (nats)": lambda trials: _mean([t.kl for t in trials], 4)}
     return {
-        Column("Validation perplexity"): lambda trials: _mean([t.valid_perplexity for t in trials]),
-        Column("Test perplexity"): lambda trials: _mean([t.test_perplexity for t in trials]),
+        "Validation perplexity": lambda trials: _mean([t.valid_perplexity for t in trials]),
+        "Test perplexity": lambda trials: _mean([t.test_perplexity for t in trials]),
         **(kl if has_truth else {}),
     }
 
@@ -62,12 +62,12 @@ def _trials(trials: Trials, looks: Looks) -> Table:
     groups = grouped(trials, lambda t: (t.run.recipe, t.run.head, tuple(sorted(changed(t)))))
     # What all have in common is said once.
     common = set.intersection(*map(changed, trials))
-    fields: dict[Column, Callable[[Trials], Cell | str]] = {
+    fields: Fields[Trials] = {
         Column("Recipe", "label"): lambda same: Cell(same[0].run.recipe, before=swatch(looks[same[0].run.head])),
         Column("Alternative", "words"): lambda same: ", ".join(sorted(changed(same[0]) - common)) or DASH,
-        Column("Seeds"): lambda same: f"{len(same)}",
+        "Seeds": lambda same: f"{len(same)}",
         **mean_fields(has_truth=any(trial.kl is not None for trial in trials)),
-        Column("Time of a trial"): lambda same: seconds_text(sum(trial.seconds for trial in same) / len(same)),
+        "Time of a trial": lambda same: seconds_text(sum(trial.seconds for trial in same) / len(same)),
     }
     title = sentence(", ".join((corpus_label(trials[0].run.corpus), *sorted(common))))
     notes = ["± is the standard deviation over seeds."]
@@ -80,12 +80,12 @@ def _differences(differences: Sequence[PairedDifferenceRecord]) -> Table:
     def named(d: PairedDifferenceRecord, recipe: str, point: Sequence[str]) -> str:
         return ", ".join((recipe, *point, *(change for change in d.changes if change not in common)))
 
-    fields: dict[Column, Callable[[PairedDifferenceRecord], Cell | str]] = {
+    fields: Fields[PairedDifferenceRecord] = {
         Column("Recipe", "label"): lambda d: named(d, d.recipe, d.point),
         Column("Less", "words"): lambda d: named(d, d.baseline_recipe, d.baseline_point),
         Column("Of", "words"): lambda d: QUANTITIES[d.quantity],
-        Column("Pairs"): lambda d: f"{len(d.seeds)}",
-        Column("Mean difference (nats)"): lambda d: signed_text(d.mean, ".4f"),
+        "Pairs": lambda d: f"{len(d.seeds)}",
+        "Mean difference (nats)": lambda d: signed_text(d.mean, ".4f"),
         Column(f"{differences[0].confidence:.0%} interval", "label"): lambda d: (
             " to ".join(signed_text(end, ".4f") for end in _interval(d)) or DASH
         ),
