@@ -30,7 +30,7 @@ from sigsoftmax.report.theme import Looks, same_head
 __all__ = ["Comparison", "Contender", "comparisons"]
 
 NEAR_FULL = 0.9
-"""of the most that a rank can be"""
+"""share of the most that a rank can be, from which a rank counts as full"""
 
 
 @dataclass(frozen=True)

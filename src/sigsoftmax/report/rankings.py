@@ -49,7 +49,7 @@ class RankedHead:
     losses: Mapping[int, float]
     """whose exp is the perplexity that is shown, in nats, by seed"""
     seconds: Mapping[int, float] = field(default_factory=dict)
-    """of training and validation, by seed, where they are on record"""
+    """duration of training and validation, by seed, where they are on record"""
     epochs: Mapping[int, int] = field(default_factory=dict)
     """by seed, where they are on record"""
     parameters: frozenset[int] = frozenset()
@@ -93,7 +93,7 @@ class Ranking:
     subject: tuple[str, ...]
     """text, recipe, changes, precision: what runs of another ranking may have otherwise"""
     updates: str = ""
-    """of a run, where they are on record"""
+    """number of updates of a run, where it is on record"""
     notes: tuple[str, ...] = ()
     """further notes under the table"""
 

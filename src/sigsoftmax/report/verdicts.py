@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.statistics import PairedDifference
 from sigsoftmax.report.rankings import BASELINE, RankedHead, Ranking, percent_text
 from sigsoftmax.report.tables import NO_BREAK, interval_text, range_text, seconds_text
@@ -127,9 +128,8 @@ def _not_told_apart(ranking: Ranking) -> str | None:
 
 def _scale(ranking: Ranking) -> str | None:
     """sigsoftmax has a slope between 1 and 2: what a softmax of scaled logits reaches too is no merit of its shape."""
-    finite = [head for head in ranking.heads if head.is_finite]
-    controls = [head for head in finite if head.is_scale_control]
-    others = [head for head in finite if head.head != BASELINE and not head.is_scale_control]
+    kinds = grouped(ranking.heads, lambda head: head.is_finite and (head.head == BASELINE, head.is_scale_control))
+    softmax, controls, others = (kinds.get(kind, []) for kind in ((True, False), (False, True), (False, False)))
     if not others:
         return None
     if not controls:
@@ -139,7 +139,7 @@ def _scale(ranking: Ranking) -> str | None:
         )
     control = controls[0]
     # The control beside softmax; beside it the best of the others, and sigsoftmax, for which it was thought of.
-    pairs = [(control, head) for head in finite if head is ranking.baseline]
+    pairs = [(control, head) for head in softmax]
     pairs += [(head, control) for head in others if head is others[0] or head.head == "sigsoftmax"]
     judged = [(head, other, ranking.difference(head, other)) for head, other in pairs]
     parts = [f"{head.label} is {_effect(found, other)}" for head, other, found in judged if found is not None]

@@ -45,7 +45,7 @@ class LayerDescription:
 class TruncationPoint:
     width: int
     kl: float
-    """of the truncation to that rank; it may rise with the rank, since squares of log P are not nats"""
+    """KL of the truncation to that rank; it may rise with the rank, since squares of log P are not nats"""
     bound: float
     """the least of the truncations so far: the most that a softmax of that width must lose"""
 

@@ -61,13 +61,13 @@ class ClassifierResult:
     width: int
     """units of the layer that the head sees"""
     seed: int
-    """of the split, the first weights and the order of the examples"""
+    """seed of the split, the first weights and the order of the examples"""
     parameters: int
-    """of the whole classifier"""
+    """number of parameters of the whole classifier"""
     head_parameters: int
-    """of what lies behind the layer that the head sees"""
+    """number of parameters behind the layer that the head sees"""
     epochs: int
-    """of every attempt"""
+    """epochs of every attempt"""
     attempts: tuple[Attempt, ...]
     learning_rate: float
     """that of the best attempt"""
@@ -79,7 +79,7 @@ class ClassifierResult:
     learned: Mapping[str, float]
     """parameters of the output function after training, their mean where there is one per class"""
     seconds: float
-    """of all attempts"""
+    """duration of all attempts"""
 
     @property
     def subject(self) -> Hashable:

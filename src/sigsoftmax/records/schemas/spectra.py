@@ -30,7 +30,7 @@ class Rule(NamedTuple):
     name: str
     formula: str
     relative: Callable[[int, int], float]
-    """of M and T"""
+    """threshold as a function of M and T"""
 
 
 RULES: dict[str, Rule] = {
@@ -80,7 +80,7 @@ class Spectrum:
     method: str = "svd"
     """``svd`` of the matrix, ``qr`` in blocks and then svd, or eigenvalues of a ``gram`` matrix; all in float64"""
     dtype: str = "float64"
-    """of the entries as they came"""
+    """dtype of the entries as they came"""
     precision: str = ""
     """the least precise dtype that the entries went through, as far as known; empty if not recorded"""
     squared_error: float = 0.0
@@ -202,7 +202,7 @@ class RankBounds:
     head: str
     """the output head, as ``Head.parse`` reads it; empty if not known"""
     width: int | None
-    """of the hidden vectors; None if not known"""
+    """width of the hidden vectors; None if not known"""
     words: int
     contexts: int
     lower: int

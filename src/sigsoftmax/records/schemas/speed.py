@@ -41,9 +41,9 @@ class Measurement:
     compiled_variants: int | None = None
     """kernels that were compiled, where the time is that of compiling them"""
     most_registers: int | None = None
-    """of the thread of any of these kernels"""
+    """registers per thread, the most of any of these kernels"""
     spilled_bytes: int | None = None
-    """of the thread of that kernel which spills most"""
+    """bytes spilled per thread by the kernel that spills most"""
     exchanged_bytes: int | None = None
     """what one process hands to torch.distributed in a step"""
 

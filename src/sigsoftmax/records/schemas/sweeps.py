@@ -22,11 +22,11 @@ class TrialRecord(LatestCounts):
     VERSION: ClassVar[int] = 1
 
     run: RunIdentity
-    """of the last phase"""
+    """identity of the last phase"""
     point: tuple[str, ...]
     """the alternatives that it took, as ``training.learning_rate=20``; none where nothing but recipe and seed varies"""
     epochs: int
-    """of all phases"""
+    """epochs of all phases"""
     updates: int
     valid_loss: float
     """in the columns that the recipe validates in"""
@@ -35,9 +35,9 @@ class TrialRecord(LatestCounts):
     kl: float | None
     """mean over test positions of the exact KL(truth || model), where the truth is known"""
     entropy_rate: float | None
-    """of the language, where it is known"""
+    """entropy rate of the language, where it is known"""
     seconds: float
-    """of training and validation"""
+    """duration of training and validation"""
 
     @property
     def subject(self) -> Hashable:
@@ -68,13 +68,13 @@ class PairedDifferenceRecord:
     """that both have"""
     mean: float
     deviation: float | None
-    """of the differences, with n - 1; None for a single pair"""
+    """standard deviation of the differences, with n - 1; None for a single pair"""
     low: float | None
     high: float | None
     """ends of the interval; None where there are too few pairs for one"""
     confidence: float
     corpus_checksum: str = ""
-    """of the text that both were trained on; empty in records of version 1"""
+    """checksum of the text that both were trained on; empty in records of version 1"""
     changes: tuple[str, ...] = ()
     """made to all trials of the sweep, as ``training.epochs=4``; empty in records of version 1"""
 

@@ -117,7 +117,7 @@ class EvaluationRecord(LatestCounts):
     precision: str = "float32"
     """arithmetic of the evaluation: ``float32``, or ``tf32`` for its products"""
     epoch: int
-    """of training, whose checkpoint this is"""
+    """epoch of training whose checkpoint this is"""
     seconds: float
 
     @property
@@ -173,12 +173,12 @@ class Budget:
     """The settings that all runs of a comparison share; they vary neither with the head nor with the seed."""
 
     setting: str
-    """of the recipes, as ``language``"""
+    """setting of the recipes, as ``language``"""
     changes: tuple[str, ...]
     """made to every recipe, as ``training.epochs=4``; also those that leave a recipe as it is, since what another head
     has by default is a change to this one"""
     epochs: int
-    """of all phases, as planned for softmax"""
+    """epochs of all phases, as planned for softmax"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,12 +194,12 @@ class ComparisonRecord:
     valid_loss: float
     test_loss: float
     entropy_rate: float | None
-    """of the language, where it is known"""
+    """entropy rate of the language, where it is known"""
     kl: float | None
     """mean over test positions of the exact KL(truth || model), where the truth is known"""
     kl_standard_error: float | None
     rank: int | None
-    """of the log-output matrix, under the paper's threshold"""
+    """rank of the log-output matrix, under the paper's threshold"""
     rank_bound: int | None
     words: int
     contexts: int | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sigsoftmax.records import Environment
 from sigsoftmax.records.grouping import grouped
@@ -34,7 +34,6 @@ REACHED = 1e-4
 """nats that count as having reached the truth"""
 SINGULAR_VALUES = 250
 """points of a drawn spectrum"""
-KL_AXIS = Axis(title="KL of the fit to the truth (nats)", log=True, settings={"tickformat": "~g"})
 
 
 def section(material: Material, looks: Looks) -> Section | Absent:
@@ -47,9 +46,12 @@ def section(material: Material, looks: Looks) -> Section | Absent:
         language = _language(key, groups.keys())
         results = sorted((entry.payload for entry in entries), key=lambda r: r.width)
         environments = [entry.environment for entry in entries]
-        figures = {"width": _width_figure, "numbers": _numbers_figure, "spectra": _rank_figure}
-        for name, figure in figures.items():
-            blocks.append(figure(f"capacity-{number}-{name}", language, results, looks, environments))
+        given = (results, looks, environments, language)
+        blocks += [
+            _kl_figure(f"capacity-{number}-width", *given, by_width=True),
+            _kl_figure(f"capacity-{number}-numbers", *given, by_width=False),
+            _rank_figure(f"capacity-{number}-spectra", *given),
+        ]
         findings += [f"{language}: {words}" if len(groups) > 1 else words for words in _findings(results)]
     return Section(
         id="capacity",
@@ -83,12 +85,19 @@ def _by_head(results: Sequence[CapacityResult]) -> dict[str, list[CapacityResult
     return grouped(results, lambda result: same_head(result.head))
 
 
-def _kls(
-    results: Sequence[CapacityResult], looks: Looks, place: Callable[[CapacityResult], int], unit: str
-) -> list[Trace]:
-    return [
+def _kl_figure(
+    name: str,
+    results: Sequence[CapacityResult],
+    looks: Looks,
+    environments: Sequence[Environment],
+    language: str,
+    *,
+    by_width: bool,
+) -> Figure:
+    field, unit = ("width", "width") if by_width else ("numbers_per_context", "numbers per context")
+    traces = [
         line(
-            [place(r) for r in curve],
+            [getattr(r, field) for r in curve],
             [r.fitted_kl for r in curve],
             looks[head],
             keys=(f"head:{head}",),
@@ -98,35 +107,13 @@ def _kls(
         )
         for head, curve in _by_head(results).items()
     ]
-
-
-def _width_figure(
-    name: str, language: str, results: Sequence[CapacityResult], looks: Looks, environments: Sequence[Environment]
-) -> Figure:
     return Figure(
         id=name,
-        title="KL against the width",
-        summary=_kl_summary(results, language),
-        x=count_axis("width d", {r.width for r in results}),
-        y=KL_AXIS,
-        traces=_kls(results, looks, lambda r: r.width, "width"),
-        legend=head_switches(_by_head(results), looks),
-        table=_table(results, looks, language),
-        environments=environments,
-    )
-
-
-def _numbers_figure(
-    name: str, language: str, results: Sequence[CapacityResult], looks: Looks, environments: Sequence[Environment]
-) -> Figure:
-    unit = "numbers per context"
-    return Figure(
-        id=name,
-        title=f"KL against the free {unit}",
-        summary=_numbers_summary(results, language),
-        x=count_axis(f"free {unit}", {r.numbers_per_context for r in results}),
-        y=KL_AXIS,
-        traces=_kls(results, looks, lambda r: r.numbers_per_context, unit),
+        title="KL against the width" if by_width else f"KL against the free {unit}",
+        summary=f"{language}. {(_kl_summary if by_width else _numbers_summary)(results)}",
+        x=count_axis("width d" if by_width else f"free {unit}", {getattr(r, field) for r in results}),
+        y=Axis(title="KL of the fit to the truth (nats)", log=True, settings={"tickformat": "~g"}),
+        traces=traces,
         legend=head_switches(_by_head(results), looks),
         table=_table(results, looks, language),
         environments=environments,
@@ -139,38 +126,37 @@ def _fit_text(result: CapacityResult) -> str:
     return f"{starts}{limit}<br>rank {result.rank} of at most {result.rank_bound}"
 
 
-def _kl_summary(results: Sequence[CapacityResult], language: str) -> str:
+def _kl_summary(results: Sequence[CapacityResult]) -> str:
     heads = _by_head(results)
     shared = _shared_widths(heads)
     if not shared:
-        return f"{language}. {len(heads)} heads; no width is common to all of them."
+        return f"{len(heads)} heads; no width is common to all of them."
     width = shared[(len(shared) - 1) // 2]
     here = sorted((r for r in results if r.width == width), key=lambda r: -r.fitted_kl)
     order = ", ".join(f"{head_label(r.head)} {number_text(r.fitted_kl, 3)}" for r in here)
-    return f"{language}. At width {width}, from most to least KL in nats: {order}."
+    return f"At width {width}, from most to least KL in nats: {order}."
 
 
 def _shared_widths(heads: Mapping[str, Sequence[CapacityResult]]) -> list[int]:
     return sorted(set.intersection(*({r.width for r in curve} for curve in heads.values())))
 
 
-def _numbers_summary(results: Sequence[CapacityResult], language: str) -> str:
+def _numbers_summary(results: Sequence[CapacityResult]) -> str:
     """Who wins when a mixture's further vectors per context are counted as well."""
-    single = [r for r in results if same_head(r.head) == "softmax"]
+    curve = {r.width: r.fitted_kl for r in results if same_head(r.head) == "softmax"}
     mixtures = [r for r in results if r.numbers_per_context != r.width]
-    if not single or not mixtures:
-        return f"{language}. The same fits, against the numbers that each context may choose freely."
-    curve = {r.width: r.fitted_kl for r in single}
-    compared = [(r, _interpolated(curve, r.numbers_per_context)) for r in mixtures]
-    known = [(r, kl) for r, kl in compared if kl is not None and max(kl, r.fitted_kl) > REACHED]
+    if not curve or not mixtures:
+        return "The same fits, against the numbers that each context may choose freely."
+    mixed = "A mixture of K components chooses K vectors for each context."
+    compared = [(r.fitted_kl, _interpolated(curve, r.numbers_per_context)) for r in mixtures]
+    known = [(own, kl) for own, kl in compared if kl is not None and max(kl, own) > REACHED]
     if not known:
-        return f"{language}. A mixture of K components chooses K vectors for each context."
-    better = sum(r.fitted_kl < kl * (1.0 - EQUAL) for r, kl in known)
-    worse = sum(r.fitted_kl > kl * (1.0 + EQUAL) for r, kl in known)
+        return mixed
+    better = sum(own < kl * (1.0 - EQUAL) for own, kl in known)
+    worse = sum(own > kl * (1.0 + EQUAL) for own, kl in known)
     return (
-        f"{language}. A mixture of K components chooses K vectors for each context. At equal numbers per context a "
-        f"mixture has less KL than softmax in {better} of {len(known)} fits and more in {worse}, with an output matrix "
-        "that is about K times smaller."
+        f"{mixed} At equal numbers per context a mixture has less KL than softmax in {better} of {len(known)} fits and "
+        f"more in {worse}, with an output matrix that is about K times smaller."
     )
 
 
@@ -187,7 +173,7 @@ def _interpolated(curve: Mapping[int, float], place: float) -> float | None:
 
 
 def _rank_figure(
-    name: str, language: str, results: Sequence[CapacityResult], looks: Looks, environments: Sequence[Environment]
+    name: str, results: Sequence[CapacityResult], looks: Looks, environments: Sequence[Environment], language: str
 ) -> Figure:
     heads = _by_head(results)
     widths = sorted({r.width for r in results})

@@ -38,7 +38,7 @@ class Judged:
     split: Split
     published: Gap | None
     paired: PairedDifference
-    """of perplexities, over the seeds that both heads have"""
+    """difference of perplexities over the seeds that both heads have"""
     relative: float
     """the second head's perplexity relative to the first's, less 1: the mean over the same seeds, of logarithms"""
     setting: str

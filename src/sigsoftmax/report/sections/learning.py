@@ -42,6 +42,7 @@ TABLE_EPOCHS = 40
 GATE = 0.04
 """The distance above the reference curve that a port may have from epoch GATE_FROM on; seeds differ by 1 to 2 %."""
 GATE_FROM = 8
+OTHER_DASHES = ("solid", "dash", "dashdot", "longdash")
 PHASES = {"train": "training", "finetune": "finetuning"}
 SPLITS = {"train": ("train_loss", "training"), "valid": ("valid_loss", "validation")}
 
@@ -55,6 +56,10 @@ class Group:
     look: Look
     seeds: dict[int, dict[int, EpochRecord]] = field(default_factory=dict)
     """seed -> epoch -> record"""
+
+    @property
+    def records(self) -> list[EpochRecord]:
+        return [record for epochs in self.seeds.values() for record in epochs.values()]
 
     @property
     def common(self) -> list[int]:
@@ -77,6 +82,10 @@ class Group:
         return f"{seeds}, {self.common[-1]} epochs"
 
 
+def _phase(run: RunIdentity) -> str:
+    return PHASES.get(run.phase, run.phase)
+
+
 def section(material: Material, looks: Looks) -> Section | Absent:
     figures = grouped(material.epochs, lambda entry: (entry.payload.run.corpus, entry.payload.run.phase))
     if not figures:
@@ -84,15 +93,14 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     corpora = list(dict.fromkeys(corpus for corpus, _ in figures))
     blocks: list[Block] = []
     findings: list[str] = []
-    shown: list[tuple[str, Group]] = []
+    shown: list[Group] = []
     # Files of a folder may name finetuning first.
     in_order = sorted(figures.items(), key=lambda figure: (corpora.index(figure[0][0]), figure[0][1] != "train"))
-    for number, ((corpus, phase), entries) in enumerate(in_order, start=1):
+    for number, (_, entries) in enumerate(in_order, start=1):
         groups = _groups(entries, looks)
-        shown += [(PHASES.get(phase, phase), group) for group in groups]
-        blocks.append(_figure(f"learning-{number}", corpus, phase, groups, looks, entries))
-        if phase == "train":
-            findings += [text for group in groups if (text := _gate(corpus, group))]
+        shown += groups
+        blocks.append(_figure(f"learning-{number}", groups, looks, entries))
+        findings += [text for group in groups if (text := _gate(group))]
     blocks.append(_settings_table(shown))
     blocks.append(tag("details", tag("summary", "Every run"), _runs_table(material.epochs, looks).to_html()))
     return Section(
@@ -114,33 +122,24 @@ def _groups(entries: Sequence[Entry[EpochRecord]], looks: Looks) -> list[Group]:
         key = (same_head(run.head), run.recipe, run.overrides, run.precision, run.corpus_checksum)
         group = found.setdefault(key, Group(run, looks[run.head].label, looks[run.head]))
         group.seeds.setdefault(run.seed, {})[entry.payload.epoch] = entry.payload
-    heads = [same_head(group.run.head) for group in found.values()]
     labels = setting_labels([group.run for group in found.values()])
-    dashes = ("solid", "dash", "dashdot", "longdash")
-    for place, group in enumerate(found.values()):
-        head = same_head(group.run.head)
-        if heads.count(head) > 1:
+    settings = grouped(zip(found.values(), labels, strict=True), lambda pair: same_head(pair[0].run.head))
+    for same in settings.values():
+        for place, (group, label) in enumerate(same if len(same) > 1 else ()):
             # Several settings of one head: the same colour, told apart by dash and words.
-            group.label = ", ".join(filter(None, (group.look.label, labels[place])))
-            dash = dashes[heads[:place].count(head) % len(dashes)]
-            group.look = Look(group.label, group.look.slot, dash, group.look.width)
+            group.label = ", ".join(filter(None, (group.look.label, label)))
+            group.look = Look(group.label, group.look.slot, OTHER_DASHES[place % len(OTHER_DASHES)], group.look.width)
     return list(found.values())
 
 
-def _figure(
-    name: str,
-    corpus: str,
-    phase: str,
-    groups: Sequence[Group],
-    looks: Looks,
-    entries: Sequence[Entry[EpochRecord]],
-) -> Figure:
+def _figure(name: str, groups: Sequence[Group], looks: Looks, entries: Sequence[Entry[EpochRecord]]) -> Figure:
+    run = groups[0].run
     heads = {same_head(group.run.head) for group in groups}
-    references = [c for c in reference_curves() if c.corpus == corpus and phase == "train" and c.head in heads]
+    references = [c for c in _references(run) if c.head in heads]
     far = far_above({number: group.best.mean for number, group in enumerate(groups)})
     far_text = f" Far above and not shown at first: {', '.join(groups[n].label for n in far)}." if far else ""
     is_thinned = any(len(epochs) > POINTS for group in groups for epochs in group.seeds.values())
-    text, what = sentence(corpus_label(corpus)), PHASES.get(phase, phase)
+    text, what = sentence(corpus_label(run.corpus)), _phase(run)
     switches = [Switch("valid", "Validation"), Switch("train", "Training", False)]
     switches += [Switch("mean", "Mean and band"), Switch("runs", "Single runs", False)]
     return Figure(
@@ -259,9 +258,13 @@ def _summary(groups: Sequence[Group]) -> str:
     return f"Least validation perplexity{common}: {listed(parts)}."
 
 
-def _gate(corpus: str, group: Group) -> str | None:
+def _references(run: RunIdentity) -> list[ReferenceCurve]:
+    return [c for c in reference_curves() if c.corpus == run.corpus and run.phase == "train"]
+
+
+def _gate(group: Group) -> str | None:
     """The distance of the mean from the reference implementation's own curve."""
-    curve = next((c for c in reference_curves() if c.corpus == corpus and c.head == same_head(group.run.head)), None)
+    curve = next((c for c in _references(group.run) if c.head == same_head(group.run.head)), None)
     known = {} if curve is None else curve.perplexities
     # The reference divides by all rows, and so is compared with the value that does the same.
     off = {
@@ -273,9 +276,10 @@ def _gate(corpus: str, group: Group) -> str | None:
         return None
     verdict = "within" if max(map(abs, off.values())) <= GATE else "beyond"
     low, high = signed_text(min(off.values()), ".1%"), signed_text(max(off.values()), ".1%")
+    where = f"{sentence(corpus_label(group.run.corpus))}, {group.label}"
     return (
-        f"{sentence(corpus_label(corpus))}, {group.label}: validation perplexity lies {low} to {high} from the "
-        f"reference curve at epochs {min(off)} to {max(off)}, {verdict} a tolerance of {GATE:.0%}."
+        f"{where}: validation perplexity lies {low} to {high} from the reference curve at epochs "
+        f"{min(off)} to {max(off)}, {verdict} a tolerance of {GATE:.0%}."
     )
 
 
@@ -306,27 +310,21 @@ def _peak_text(records: Iterable[EpochRecord]) -> str:
     return f"{max(peaks):,.0f} MiB" if peaks else DASH
 
 
-def _settings_table(groups: Sequence[tuple[str, Group]]) -> Table:
+def _settings_table(groups: Sequence[Group]) -> Table:
     """One row for all seeds of a thing."""
-
-    def every(group: Group) -> list[EpochRecord]:
-        return [record for epochs in group.seeds.values() for record in epochs.values()]
-
-    fields: Fields[tuple[str, Group]] = {
-        Column("Output function", "label"): lambda row: Cell(head_label(row[1].run.head), swatch(row[1].look)),
-        Column("Run", "words"): lambda row: ", ".join(
-            filter(None, (row[1].run.corpus, row[0], setting_label(row[1].run)))
+    fields: Fields[Group] = {
+        Column("Output function", "label"): lambda group: Cell(head_label(group.run.head), swatch(group.look)),
+        Column("Run", "words"): lambda group: ", ".join(
+            filter(None, (group.run.corpus, _phase(group.run), setting_label(group.run)))
         ),
-        "Seeds": lambda row: str(len(row[1].seeds)),
-        "Parameters": lambda row: f"{row[1].run.parameters:,}",
-        "Epochs": lambda row: range_text(max(epochs) for epochs in row[1].seeds.values()),
-        "Least validation perplexity": lambda row: _spread_text(row[1].best),
-        "Averages from epoch": lambda row: range_text(
-            _averaging_began(epochs.values()) for epochs in row[1].seeds.values()
-        ),
-        "Time an epoch": lambda row: _epoch_time(every(row[1])),
-        "Runs at once": lambda row: range_text(r.concurrent_runs for r in every(row[1])),
-        "Peak memory": lambda row: _peak_text(every(row[1])),
+        "Seeds": lambda group: str(len(group.seeds)),
+        "Parameters": lambda group: f"{group.run.parameters:,}",
+        "Epochs": lambda group: range_text(max(epochs) for epochs in group.seeds.values()),
+        "Least validation perplexity": lambda group: _spread_text(group.best),
+        "Averages from epoch": lambda group: range_text(_averaging_began(run.values()) for run in group.seeds.values()),
+        "Time an epoch": lambda group: _epoch_time(group.records),
+        "Runs at once": lambda group: range_text(r.concurrent_runs for r in group.records),
+        "Peak memory": lambda group: _peak_text(group.records),
     }
     return Table.of(
         groups,
@@ -337,34 +335,22 @@ def _settings_table(groups: Sequence[tuple[str, Group]]) -> Table:
     )
 
 
-@dataclass(frozen=True)
-class SingleRun:
-    """A phase of a run with its epochs in order."""
-
-    run: RunIdentity
-    records: Sequence[EpochRecord]
-    device: str
-
-    @property
-    def best(self) -> EpochRecord:
-        return min(self.records, key=lambda r: r.valid_loss)
-
-
 def _runs_table(entries: Sequence[Entry[EpochRecord]], looks: Looks) -> Table:
     runs = [
-        SingleRun(run, sorted((e.payload for e in found), key=lambda r: r.epoch), found[-1].environment.device)
-        for run, found in grouped(entries, lambda entry: entry.payload.run).items()
+        (sorted((entry.payload for entry in found), key=lambda r: r.epoch), found[-1].environment.device)
+        for found in grouped(entries, lambda entry: entry.payload.run).values()
     ]
-    fields: Fields[SingleRun] = {
-        Column("Output function", "label"): lambda one: head_cell(one.run.head, looks),
-        Column("Run", "words"): lambda one: run_label(one.run),
-        Column("Phase", "label"): lambda one: PHASES.get(one.run.phase, one.run.phase),
-        "Seed": lambda one: str(one.run.seed),
-        "Epochs": lambda one: str(one.records[-1].epoch),
-        "Best epoch": lambda one: str(one.best.epoch),
-        "Its validation perplexity": lambda one: number_text(one.best.valid_perplexity),
-        "Averages from epoch": lambda one: count_text(_averaging_began(one.records)),
-        "Time an epoch": lambda one: _epoch_time(one.records),
-        Column("Device", "words"): lambda one: one.device,
+    best = {records[0].run: min(records, key=lambda r: r.valid_loss) for records, _ in runs}
+    fields: Fields[tuple[list[EpochRecord], str]] = {
+        Column("Output function", "label"): lambda one: head_cell(one[0][0].run.head, looks),
+        Column("Run", "words"): lambda one: run_label(one[0][0].run),
+        Column("Phase", "label"): lambda one: _phase(one[0][0].run),
+        "Seed": lambda one: str(one[0][0].run.seed),
+        "Epochs": lambda one: str(one[0][-1].epoch),
+        "Best epoch": lambda one: str(best[one[0][0].run].epoch),
+        "Its validation perplexity": lambda one: number_text(best[one[0][0].run].valid_perplexity),
+        "Averages from epoch": lambda one: count_text(_averaging_began(one[0])),
+        "Time an epoch": lambda one: _epoch_time(one[0]),
+        Column("Device", "words"): lambda one: one[1],
     }
     return Table.of(runs, fields, caption="Every run")

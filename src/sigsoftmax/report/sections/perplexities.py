@@ -165,10 +165,7 @@ def perplexity_table(
 
     ``missing``, where it is given, stands in a row of ours for every head of which there is no run.
     """
-    stages = table.stages if table else paper.STAGES
-    places: list[Place] = [(stage, split) for stage in stages for split in paper.SPLITS]
-    if table is None:
-        places = [place for place in places if any(place in variant.perplexities for variant in variants)]
+    places = _places(table, variants)
     own = grouped((v for v in variants if _has_any(v, places)), lambda variant: same_head(variant.run.head))
     lost = [Row((f"ours: {missing}", *[DASH] * (2 + len(places))), class_="ours")] if missing else []
     rows: list[Row] = []
@@ -186,6 +183,13 @@ def perplexity_table(
         notes=_notes(rows, sources),
         has_heading=has_heading,
     )
+
+
+def _places(table: PublishedTable | None, variants: Sequence[Variant]) -> list[Place]:
+    """The stages and splits of a table of the paper; without one, those of the variants."""
+    stages = table.stages if table else paper.STAGES
+    places: list[Place] = [(stage, split) for stage in stages for split in paper.SPLITS]
+    return [place for place in places if table or any(place in variant.perplexities for variant in variants)]
 
 
 def _columns(places: Sequence[Place]) -> list[Column]:

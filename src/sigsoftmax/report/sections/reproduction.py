@@ -125,12 +125,12 @@ def _findings(gaps: Sequence[Judged]) -> list[str]:
 
 def _dots(name: str, corpus: str, variants: Sequence[Variant], looks: Looks) -> Figure:
     """Paper and ours on one axis, with one standard deviation either way, at the last stage there is."""
-    places: list[Place] = [(stage, split) for stage in reversed(paper.STAGES) for split in reversed(paper.SPLITS)]
-    stage, split = place = next(p for p in places if any(p in v.perplexities for v in variants))
+    reached = {place for variant in variants for place in variant.perplexities}
+    stage, split = place = max(reached, key=lambda p: (paper.STAGES.index(p[0]), paper.SPLITS.index(p[1])))
     has_paper = corpus in paper.CORPORA
-    shown = {head: _dots_of(corpus, head, place, variants) for head in ordered_heads(variants)}
-    shown = {head: found for head, found in shown.items() if found}
-    far = far_above({head: max(dot.value for dot in found) for head, found in shown.items()})
+    dots_of = {head: _dots_of(corpus, head, place, variants) for head in ordered_heads(variants)}
+    most = {head: max(dot.value for dot in found) for head, found in dots_of.items() if found}
+    far = far_above(most)
     far_text = f" Far to the right and not shown at first: {', '.join(map(head_label, far))}." if far else ""
     whose = "; diamonds are the paper's." if has_paper else "."
     of_paper = next((t for t in paper.TABLES if t.corpus == corpus and t.stages == paper.STAGES), None)
@@ -140,10 +140,10 @@ def _dots(name: str, corpus: str, variants: Sequence[Variant], looks: Looks) -> 
         summary=f"Dots are ours, with one standard deviation either way{whose}{far_text}",
         x=Axis(title="perplexity", settings={"tickformat": ",.4~g"}),
         y=HEADS_AXIS,
-        traces=[dot.trace(head, looks[head]) for head, found in shown.items() for dot in found],
-        legend=head_switches(shown, looks, far),
-        switches=[Switch("paper", "Paper"), Switch("ours", "Ours")] if has_paper else [],
-        height=110 + 44 * len(shown),
+        traces=[dot.trace(head, looks[head]) for head, found in dots_of.items() for dot in found],
+        legend=head_switches(most, looks, far),
+        switches=[Switch("paper", "Paper"), Switch("ours", "Ours")] * has_paper,
+        height=110 + 44 * len(most),
         table=perplexity_table(of_paper, corpus, f"All stages on {corpus_label(corpus)}", variants, looks),
         environments=[e for v in variants for e in v.environments],
     )
