@@ -37,7 +37,7 @@ def test_every_part_has_its_place():
         "Contexts: 30, from a text.",
         "rank between 20 and 30",
         "Effective rank",
-        "cut down to rank k",
+        "cut down to a rank",
         "On the left line (slope 2): 20.0% of the logits, 10.0% of the probability",
         "no gradient was left to look at",
         "Of 50 drawn at random of the 100 words, 40 can (proved by a hidden vector), 8 never can, 2 undecided.",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.records.schemas.audits import Audit, HeadAtWidth, TargetResult, Truncation, TruncationPoint
@@ -46,42 +47,18 @@ NEVER_SHOWN = 20
 def audit_text(audit: Audit) -> str:
     """The whole audit for a terminal."""
     title = f"Audit of {audit.source}"
-    parts = [f"{title}\n{'=' * len(title)}", "\n".join(f"{name}: {text}." for name, text in _layer(audit).items())]
-    parts += [_part(name, describe(audit), _table(name, audit)) for name, describe in PARTS.items()]
-    parts.append(_part("What it means", [f"- {sentence}" for sentence in meaning(audit)]))
-    parts.append(_part("Notes", [f"- {note}" for note in audit.notes]))
-    return "\n\n".join(filter(None, parts))
-
-
-def _table(part: str, audit: Audit) -> Table | None:
-    if part == "Directions that the output uses" and audit.truncation:
-        return truncation_table(audit.truncation, audit.layer.width)
-    return target_table(audit.target) if part == "Nats" and audit.target else None
-
-
-def _part(title: str, lines: list[str], table: Table | None = None) -> str:
-    """A title, wrapped lines beneath it that keep their indentation, and a table."""
-    if not lines:
-        return ""
-    wrapped = [f"{title}:"]
-    for line in lines:
-        indent = " " * (2 + len(line) - len(line.lstrip()))
-        wrapped.append(
-            textwrap.fill(
-                line.strip(),
-                COLUMNS,
-                initial_indent=indent,
-                subsequent_indent=f"{indent}  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
-    return "\n".join(wrapped + ([textwrap.indent(table.to_text(), "  ")] if table else []))
+    told = [f"{title}\n{'=' * len(title)}", "\n".join(f"{name}: {text}." for name, text in _layer(audit).items())]
+    parts = [
+        *_parts(audit),
+        Part("What it means", [f"- {sentence}" for sentence in meaning(audit)]),
+        Part("Notes", [f"- {note}" for note in audit.notes]),
+    ]
+    return "\n\n".join(told + [part.to_text() for part in parts if part.lines or part.table])
 
 
 def facts_table(audit: Audit) -> Table:
-    """The same facts for the page, a row for each part."""
-    told = {name: " ".join(map(str.strip, describe(audit))) for name, describe in PARTS.items()}
+    """The same facts for the page, a row for each part; figures show the tables there."""
+    told = {part.title: " ".join(map(str.strip, part.lines)) for part in _parts(audit)}
     facts = {**_layer(audit), **told, "Time": seconds_text(audit.seconds)}
     return Table(
         caption=f"Audit of {audit.source}",
@@ -97,6 +74,37 @@ def kl_text(kl: float, digits: int = 4) -> str:
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A part of an audit: what was found in sentences, and numbers in a table."""
+
+    title: str
+    lines: list[str]
+    table: Table | None = None
+
+    def to_text(self) -> str:
+        """The title, lines beneath it that are wrapped and keep their indentation, and the table."""
+        told = [f"{self.title}:"]
+        for line in self.lines:
+            indent = " " * (2 + len(line) - len(line.lstrip()))
+            wrapper = textwrap.TextWrapper(COLUMNS, indent, f"{indent}  ", break_long_words=False)
+            wrapper.break_on_hyphens = False
+            told.append(wrapper.fill(line.strip()))
+        return "\n".join(told + ([textwrap.indent(self.table.to_text(), "  ")] if self.table else []))
+
+
+def _parts(audit: Audit) -> list[Part]:
+    """All that an audit measures; a part that was not measured has neither lines nor a table."""
+    truncation = truncation_table(audit.truncation, audit.layer.width) if audit.truncation else None
+    return [
+        Part("Rank", _rank(audit)),
+        Part("Directions that the output uses", [], truncation),
+        Part("The bend of phi", _nonlinearity(audit)),
+        Part("The gradient", _gradient(audit)),
+        Part("Words that can come first", _argmax(audit)),
+        Part("Nats", _target(audit), target_table(audit.target) if audit.target else None),
+    ]
 
 
 def _layer(audit: Audit) -> dict[str, str]:
@@ -136,11 +144,6 @@ def _rank(audit: Audit) -> list[str]:
             ),
         ]
     return lines
-
-
-def _truncation(audit: Audit) -> list[str]:
-    text = "KL(P || softmax of log P cut down to rank k), in nats: at most so much must a softmax of width k lose here."
-    return [text] if audit.truncation else []
 
 
 def _nonlinearity(audit: Audit) -> list[str]:
@@ -219,17 +222,6 @@ def _target(audit: Audit) -> list[str]:
     return lines
 
 
-PARTS: Mapping[str, Callable[[Audit], list[str]]] = {
-    "Rank": _rank,
-    "Directions that the output uses": _truncation,
-    "The bend of phi": _nonlinearity,
-    "The gradient": _gradient,
-    "Words that can come first": _argmax,
-    "Nats": _target,
-}
-"""what an audit measures; a part that was not measured has no lines"""
-
-
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
@@ -242,8 +234,8 @@ def truncation_table(truncation: Truncation, width: int | None = None) -> Table:
     }
     points = sorted(truncation.points, key=lambda point: point.width)
     is_marked = any(point.width == width for point in points)
-    notes = ["* the layer's width"] if is_marked else []
-    return Table.of(points, fields, caption="KL of the truncation", notes=notes)
+    caption = "KL(P || softmax of log P cut down to a rank): at most so much must a softmax of that width lose here"
+    return Table.of(points, fields, caption=caption, notes=["* the layer's width"] * is_marked)
 
 
 def target_table(target: TargetResult, looks: Looks | None = None) -> Table:
@@ -386,7 +378,7 @@ def _never_first(audit: Audit) -> str:
 
 def _cost(audit: Audit) -> list[str]:
     """The loss that another output layer would save, as far as a target tells it; the last sentence is the answer."""
-    target, layer = audit.target, audit.layer
+    target, width = audit.target, audit.layer.width
     if target is None:
         unknown = (
             "What this output layer costs in nats cannot be known from the model alone: its own log-probabilities are "
@@ -396,25 +388,26 @@ def _cost(audit: Audit) -> list[str]:
         return [unknown]
     # Widths at which more than softmax was fitted, if there are any.
     widths = {h.width for h in target.heads if same_head(h.head) != "softmax"} or {h.width for h in target.heads}
-    shown = layer.width if layer.width in widths else max(widths, default=0)
+    shown = width if width in widths else max(widths, default=0)
     here = {same_head(head.head): head for head in target.heads if head.width == shown}
     if "softmax" not in here:
         return ["The fits were cut short before softmax was done at the width in question."]
-    at_least = "at least " if target.is_lower_bound else ""
-    missed = (
-        f"At width {shown:,} a softmax with h and W of its own choice misses this target by "
-        f"{at_least}{kl_text(here['softmax'].kl)} nats on these contexts (as far as the fits went; more contexts need "
-        "more)."
-    )
-    sentences = [missed]
-    own = same_head(layer.head) or "softmax"
-    if target.model_kl is not None and shown == layer.width and own in here:
+    at_least = "at least " * target.is_lower_bound
+    sentences = [
+        (
+            f"At width {shown:,} a softmax with h and W of its own choice misses this target by "
+            f"{at_least}{kl_text(here['softmax'].kl)} nats on these contexts (as far as the fits went; more contexts "
+            "need more)."
+        )
+    ]
+    own = same_head(audit.layer.head) or "softmax"
+    if target.model_kl is not None and shown == width and own in here:
         floor = here[own].kl
-        rest = kl_text(max(target.model_kl - floor, 0.0))
+        rest = "at most " * target.is_lower_bound + kl_text(max(target.model_kl - floor, 0.0))
         sentences.append(
             f"The model misses it by {kl_text(target.model_kl)} nats. The best that was found for {head_label(own)} at "
-            f"this width loses {at_least}{kl_text(floor)} of these, so {'at most ' * target.is_lower_bound}{rest} or "
-            "so come from elsewhere than the output layer."
+            f"this width loses {at_least}{kl_text(floor)} of these, so {rest} or so come from elsewhere than the "
+            "output layer."
         )
     return [*sentences, *_best_function(target, here)]
 
