@@ -204,7 +204,7 @@ def test_another_budget_in_the_same_folder_is_another_comparison(two_seeds, tmp_
     assert "finetuning.epochs=2" in said[2]
     assert "sigsoftmax" not in said[2]
     found = recorded_comparisons((out / "comparison.jsonl",))
-    assert [(len(comparison.contenders), comparison.ranking.seeds) for comparison in found] == [(3, [1, 2]), (2, [1])]
+    assert [(len(comparison.heads), comparison.ranking.seeds) for comparison in found] == [(3, [1, 2]), (2, [1])]
 
 
 def test_a_budget_is_the_same_for_all_heads_and_however_it_is_written():

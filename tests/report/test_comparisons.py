@@ -80,12 +80,12 @@ def test_a_change_that_is_none_to_one_of_the_heads_divides_nothing():
     """The overrides of a run leave out what its recipe has by default, and defaults differ between heads."""
     changed = record("softmax", 0.4)
     changed = dataclasses.replace(changed, run=dataclasses.replace(changed.run, overrides=("training.epochs=4",)))
-    assert len(only([changed, record("mos(K=4)", 0.3)]).contenders) == 2
+    assert len(only([changed, record("mos(K=4)", 0.3)]).heads) == 2
 
 
 def test_the_best_head_stands_first_everywhere():
     found = only(heads(TWO))
-    assert [contender.head for contender in found.contenders] == ["mos(K=4)", "sigsoftmax", "softmax"]
+    assert [head.head for head in found.ranking.heads] == ["mos(K=4)", "sigsoftmax", "softmax"]
     assert [head.head for head in found.ranking.heads] == ["mos(K=4)", "sigsoftmax", "softmax"]
     assert list(cells(found.details())) == ["the truth", "MoS(K=4)", "sigsoftmax", "softmax"]
 

@@ -22,6 +22,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -121,18 +122,15 @@ class Record:
 
     def payload_as(self, payload_type: type[P]) -> P:
         """The typed payload; a record of another kind or of a later version is refused."""
-        where = f"{self.source}: " if self.source else ""
-        if self.kind != payload_type.KIND:
-            raise ValueError(f"{where}expected a record of kind {payload_type.KIND!r}, got {self.kind!r}")
-        if self.version > payload_type.VERSION:
-            raise ValueError(
-                f"{where}this {self.kind!r} record has version {self.version}, and version {payload_type.VERSION} is "
-                f"the latest that sigsoftmax {__version__} reads; upgrade sigsoftmax"
-            )
-        try:
+        with _naming(self.source):
+            if self.kind != payload_type.KIND:
+                raise ValueError(f"expected a record of kind {payload_type.KIND!r}, got {self.kind!r}")
+            if self.version > payload_type.VERSION:
+                raise ValueError(
+                    f"this {self.kind!r} record has version {self.version}, and version {payload_type.VERSION} is the "
+                    f"latest that sigsoftmax {__version__} reads; upgrade sigsoftmax"
+                )
             return typing.cast(P, from_plain(payload_type, self.payload, "payload"))
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from None
 
     def to_json(self) -> str:
         envelope = {
@@ -146,22 +144,8 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "") -> Record:
-        where = f"{source}: " if source else ""
-        try:
-            envelope = parse_json(text.strip())
-        except json.JSONDecodeError as error:
-            problem = error.msg.removesuffix(" at")
-            raise ValueError(f"{where}not a record: {problem} at column {error.colno} of the line") from None
-        except ValueError as error:
-            raise ValueError(f"{where}not a record: {error}") from None
-        if not isinstance(envelope, dict) or not isinstance(envelope.get("schema"), int):
-            raise ValueError(f"{where}not a record: expected a JSON object with a number 'schema'")
-        if envelope["schema"] > SCHEMA:
-            raise ValueError(
-                f"{where}the record has schema {envelope['schema']}, and {SCHEMA} is the latest that sigsoftmax "
-                f"{__version__} reads; upgrade sigsoftmax"
-            )
-        try:
+        with _naming(source):
+            envelope = _parsed(text)
             return cls(
                 kind=from_plain(str, envelope.get("kind"), "kind"),
                 version=from_plain(int, envelope.get("version"), "version"),
@@ -169,8 +153,33 @@ class Record:
                 environment=from_plain(Environment, envelope.get("environment"), "environment"),
                 source=source,
             )
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from None
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Errors say where the record was read."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}" if source else str(error)) from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        envelope = parse_json(text.strip())
+    except json.JSONDecodeError as error:
+        problem = error.msg.removesuffix(" at")
+        raise ValueError(f"not a record: {problem} at column {error.colno} of the line") from None
+    except ValueError as error:
+        raise ValueError(f"not a record: {error}") from None
+    if not isinstance(envelope, dict) or not isinstance(envelope.get("schema"), int):
+        raise ValueError("not a record: expected a JSON object with a number 'schema'")
+    if envelope["schema"] > SCHEMA:
+        raise ValueError(
+            f"the record has schema {envelope['schema']}, and {SCHEMA} is the latest that sigsoftmax {__version__} "
+            "reads; upgrade sigsoftmax"
+        )
+    return envelope
 
 
 def append(path: str | Path, records: Record | Iterable[Record]) -> None:
@@ -179,12 +188,10 @@ def append(path: str | Path, records: Record | Iterable[Record]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     with os.fdopen(descriptor, "rb+", buffering=0) as file:
-        # A torn line of an earlier run must not swallow the next record.
-        size = file.seek(0, os.SEEK_END)
-        if size:
+        if size := file.seek(0, os.SEEK_END):
             file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+            # A torn line of an earlier run must not swallow the next record.
+            file.write(b"" if file.read(1) == b"\n" else b"\n")
         for record in [records] if isinstance(records, Record) else records:
             file.write(record.to_json().encode() + b"\n")
         os.fsync(file.fileno())

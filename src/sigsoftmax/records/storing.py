@@ -23,7 +23,8 @@ from filelock import FileLock, Timeout
 from sigsoftmax.records.atomic_write import atomic_write
 from sigsoftmax.records.envelope import Environment, Record
 from sigsoftmax.records.grouping import grouped
-from sigsoftmax.records.kinds import IN_SERIES, PAYLOADS, Measured
+from sigsoftmax.records.kinds import IN_SERIES, PAYLOADS
+from sigsoftmax.records.schemas.base import MeasuredPayload
 
 __all__ = ["not_covered_later", "store"]
 
@@ -67,7 +68,7 @@ class _Line:
     """A line of a file of records."""
 
     content: bytes
-    measurement: tuple[Measured, Environment] | None = None
+    measurement: tuple[MeasuredPayload, Environment] | None = None
     """None where the line cannot be read or is of a kind that this version does not know"""
 
     @classmethod
@@ -82,7 +83,7 @@ class _Line:
         return self.content if self.measurement is None else _subject(self.measurement[0])
 
 
-def _subject(payload: Measured) -> Hashable:
+def _subject(payload: MeasuredPayload) -> Hashable:
     return payload.KIND, payload.subject
 
 
@@ -110,7 +111,7 @@ def _covered(old: Sequence[_Line], new: Mapping[Hashable, Sequence[_Line]]) -> s
     return found
 
 
-def _measurements(entries: Sequence[tuple[Measured, Environment]]) -> list[list[int]]:
+def _measurements(entries: Sequence[tuple[MeasuredPayload, Environment]]) -> list[list[int]]:
     """The places of the entries of each measurement.
 
     A series is of one subject, each record with other parts, and its records share their environment. Other records are
@@ -129,13 +130,13 @@ def _measurements(entries: Sequence[tuple[Measured, Environment]]) -> list[list[
     return found
 
 
-def _covers(later: Iterable[Measured], earlier: Iterable[Measured]) -> bool:
+def _covers(later: Iterable[MeasuredPayload], earlier: Iterable[MeasuredPayload]) -> bool:
     """One measurement has at least as much of each part of their common subject as another."""
     measured = _extent(later)
     return all(measured.get(part, -math.inf) >= amount for part, amount in _extent(earlier).items())
 
 
-def _extent(payloads: Iterable[Measured]) -> dict[Hashable, float]:
+def _extent(payloads: Iterable[MeasuredPayload]) -> dict[Hashable, float]:
     extent: dict[Hashable, float] = {}
     for payload in payloads:
         for part, amount in payload.extent.items():
@@ -143,7 +144,7 @@ def _extent(payloads: Iterable[Measured]) -> dict[Hashable, float]:
     return extent
 
 
-def not_covered_later(entries: Sequence[tuple[Measured, Environment]]) -> list[int]:
+def not_covered_later(entries: Sequence[tuple[MeasuredPayload, Environment]]) -> list[int]:
     """The places of the entries that count: those of measurements that no later one of the same subject covers.
 
     This is the rule of :func:`store` for those who read several files. Equal times count in the order given.

@@ -13,7 +13,7 @@ from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
 from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.material import corpus_label
-from sigsoftmax.report.rankings import Ranking
+from sigsoftmax.report.rankings import RankedHead, Ranking
 from sigsoftmax.report.tables import (
     DASH,
     Column,
@@ -27,46 +27,23 @@ from sigsoftmax.report.tables import (
 )
 from sigsoftmax.report.theme import Looks, same_head
 
-__all__ = ["Comparison", "Contender", "comparisons"]
+__all__ = ["Comparison", "comparisons"]
 
 NEAR_FULL = 0.9
 """share of the most that a rank can be, from which a rank counts as full"""
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A head with all its seeds."""
-
-    head: str
-    records: Mapping[int, ComparisonRecord]
-    """by seed"""
-
-    @property
-    def has_full_rank(self) -> bool:
-        """The rank of every seed is nearly all that the matrix allows."""
-        return all(
-            record.rank is not None and record.rank >= NEAR_FULL * min(record.words, record.contexts or 0)
-            for record in self.records.values()
-        )
-
-    def perplexities(self, loss: str) -> str:
-        return sample_text(Sample.of([perplexity(getattr(record, loss)) for record in self.records.values()]))
-
-    def range_of(self, count: str) -> str:
-        return range_text(getattr(record, count) for record in self.records.values())
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Heads on one text under one budget."""
 
-    unordered: Sequence[Contender]
-    """in the order of their first records"""
+    heads: Mapping[str, Sequence[ComparisonRecord]]
+    """the seeds of each, in the order of their first records"""
     budget: Budget
 
     @cached_property
     def records(self) -> list[ComparisonRecord]:
-        return [record for contender in self.unordered for record in contender.records.values()]
+        return [record for records in self.heads.values() for record in records]
 
     @cached_property
     def ranking(self) -> Ranking:
@@ -75,7 +52,7 @@ class Comparison:
         recipe = (f"{self.budget.setting} recipes", *self.budget.changes)
         precision = () if run.precision == "float32" else (run.precision,)
         return Ranking.of_tests(
-            {contender.head: list(contender.records.values()) for contender in self.unordered},
+            self.heads,
             subject=(corpus_label(run.corpus), f"{words:,} words", *recipe, *precision),
             updates=range_text(record.updates for record in self.records),
             notes=self._position_note(),
@@ -92,20 +69,18 @@ class Comparison:
         )
         return (note,)
 
-    @cached_property
-    def contenders(self) -> list[Contender]:
-        """The best first."""
-        by_head = {contender.head: contender for contender in self.unordered}
-        return [by_head[head.head] for head in self.ranking.heads]
-
     def details(self, looks: Looks | None = None) -> Table:
         """Perplexities of the same heads in the same order, and the ranks of their log-output matrices."""
-        fields: Fields[Contender] = {
-            Column("Output function", "label"): lambda contender: head_cell(contender.head, looks),
-            "Test perplexity": lambda contender: contender.perplexities("test_loss"),
-            "Validation perplexity": lambda contender: contender.perplexities("valid_loss"),
-            "Rank": lambda contender: contender.range_of("rank"),
-            "Rank bound": lambda contender: contender.range_of("rank_bound"),
+
+        def perplexities(head: RankedHead, loss: str) -> str:
+            return sample_text(Sample.of([perplexity(getattr(record, loss)) for record in self.heads[head.head]]))
+
+        fields: Fields[RankedHead] = {
+            Column("Output function", "label"): lambda head: head_cell(head.head, looks),
+            "Test perplexity": lambda head: perplexities(head, "test_loss"),
+            "Validation perplexity": lambda head: perplexities(head, "valid_loss"),
+            "Rank": lambda head: range_text(record.rank for record in self.heads[head.head]),
+            "Rank bound": lambda head: range_text(record.rank_bound for record in self.heads[head.head]),
         }
         notes = ["Perplexity: mean over seeds ± standard deviation."] if len(self.ranking.seeds) > 1 else []
         if contexts := {record.contexts for record in self.records if record.contexts is not None}:
@@ -113,15 +88,14 @@ class Comparison:
                 f"Rank: singular values of the log-probabilities at {range_text(contexts)} test positions above the "
                 "paper's threshold, 0.5 sqrt(M + T + 1) sigma_max eps32."
             )
-        made = Table.of(self.contenders, fields, caption="Perplexity and rank of the same heads", notes=notes)
+        made = Table.of(self.ranking.heads, fields, caption="Perplexity and rank of the same heads", notes=notes)
         rates = {record.entropy_rate for record in self.records if record.entropy_rate is not None}
         truth = [Row(("the truth", number_text(perplexity(rate)), *[DASH] * 3), class_="published") for rate in rates]
         return replace(made, rows=[*truth, *made.rows]) if len(truth) == 1 else made
 
     def findings(self) -> list[str]:
         """Losses of the heads whose matrices have full rank."""
-        pairs = zip(self.contenders, self.ranking.heads, strict=True)
-        full = [head.level.mean for contender, head in pairs if contender.has_full_rank]
+        full = [head.level.mean for head in self.ranking.heads if all(map(_has_full_rank, self.heads[head.head]))]
         if len(full) < 2:
             return []
         text = (
@@ -135,10 +109,15 @@ def comparisons(records: Iterable[ComparisonRecord]) -> list[Comparison]:
     """Comparisons of heads on the same text under the same budget, in the order of their first records."""
     found = []
     for (*_, budget), same in grouped(records, _compared_under).items():
-        heads = grouped(sorted(same, key=lambda record: record.run.seed), lambda record: same_head(record.run.head))
-        in_order = dict.fromkeys(same_head(record.run.head) for record in same)
-        found.append(Comparison([Contender(head, {r.run.seed: r for r in heads[head]}) for head in in_order], budget))
+        heads = grouped(same, lambda record: same_head(record.run.head))
+        seeds = {head: {record.run.seed: record for record in own} for head, own in heads.items()}
+        found.append(Comparison({head: [own[seed] for seed in sorted(own)] for head, own in seeds.items()}, budget))
     return found
+
+
+def _has_full_rank(record: ComparisonRecord) -> bool:
+    """The rank is nearly all that the matrix allows."""
+    return record.rank is not None and record.rank >= NEAR_FULL * min(record.words, record.contexts or 0)
 
 
 def _compared_under(record: ComparisonRecord) -> tuple[str, str, str, str, Budget]:

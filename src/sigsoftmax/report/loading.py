@@ -88,12 +88,12 @@ def load(paths: Sequence[Path]) -> Loaded:
             every += read(file, malformed=warnings.append)
         except OSError as error:
             warnings.append(f"{file}: cannot be read: {error.strerror or error}")
-    records = list({_content(record): record for record in reversed(every)}.values())[::-1]
+    unique: dict[str, Record] = {}
+    for record in every:
+        content = [record.kind, record.version, record.payload, vars(record.environment)]
+        unique.setdefault(json.dumps(content, sort_keys=True), record)
+    records = list(unique.values())
     if not records:
         detail = f"; the first problem: {warnings[0]}" if warnings else ""
         raise ValueError(f"no records in {', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}{detail}")
     return Loaded(files=files, records=records, warnings=warnings, repeated=len(every) - len(records))
-
-
-def _content(record: Record) -> str:
-    return json.dumps([record.kind, record.version, record.payload, vars(record.environment)], sort_keys=True)

@@ -53,6 +53,7 @@ def render(loaded: Loaded, *, title: str) -> str:
     others = (_runs(loaded), *parts, _problems(loaded, material), _leftovers(loaded.left()))
     sections = [part for part in others if isinstance(part, Section)]
     absent = [part for part in (first, *parts) if isinstance(part, Absent)]
+    figures = [figure.to_json() for section in sections for figure in section.figures]
     plotly = plotly_script()
     scripts = [plotly, _asset("page.js")] if plotly else []
     body = join(
@@ -60,7 +61,7 @@ def render(loaded: Loaded, *, title: str) -> str:
         _header(loaded, title),
         _main(first if isinstance(first, Section) else None, sections, absent, has_plots=plotly is not None),
         _footer(),
-        _data(sections) if plotly else None,
+        tag("script", script_json(figures), type="application/json", id="figures") if plotly else None,
         [tag("script", Markup(script)) for script in scripts],
     )
     head = join(
@@ -261,11 +262,6 @@ def _leftovers(records: Sequence[Record]) -> Section | None:
         key_findings=0,
     )
     return section if records else None
-
-
-def _data(sections: Sequence[Section]) -> Markup:
-    figures = [figure.to_json() for section in sections for figure in section.figures]
-    return tag("script", script_json(figures), type="application/json", id="figures")
 
 
 def _footer() -> Markup:

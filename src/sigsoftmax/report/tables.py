@@ -182,7 +182,8 @@ class Table:
 
     def to_text(self) -> str:
         indent = "  " if any(row.is_heading for row in self.rows) else ""
-        full = [[indent * (number > 0) + line[0], *line[1:]] for number, line in enumerate(self._full_lines())]
+        cells = [row.texts for row in self.rows if not row.is_heading]
+        full = [[column.title for column in self.columns], *([indent + line[0], *line[1:]] for line in cells)]
         sizes = [max(map(len, cells)) for cells in zip(*full, strict=True)]
         groups = self._widened_groups(sizes)
         padded = iter(
@@ -196,9 +197,6 @@ class Table:
         written = [row.texts[0] if row.is_heading else next(padded) for row in self.rows]
         rule = "-" * max(map(len, [titles, *written, *groups]))
         return "\n".join([self.caption, rule, *groups, titles, rule, *written, rule, *map(plain_text, self.notes)])
-
-    def _full_lines(self) -> list[list[str]]:
-        return [[column.title for column in self.columns], *(row.texts for row in self.rows if not row.is_heading)]
 
     def to_markdown(self, *, has_notes: bool = True) -> str:
         """The table, and its notes; a heading over columns stands before their titles, one over rows in bold."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar
 
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
 
 __all__ = [
@@ -159,11 +159,12 @@ class TargetResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
+class Audit(MeasuredPayload):
     """The findings of an audit of an output layer. A part that was not measured is None, and ``notes`` say why."""
 
-    KIND: ClassVar[str] = "audit"
-    VERSION: ClassVar[int] = 2
+    KIND = "audit"
+    VERSION = 2
+    SUBJECT = ("source", "layer.words", "layer.width", "layer.head", "layer.components", "seed")
 
     source: str
     layer: LayerDescription
@@ -188,12 +189,7 @@ class Audit:
     seconds: float = math.nan
 
     @property
-    def subject(self) -> Hashable:
-        layer = self.layer
-        return self.source, layer.words, layer.width, layer.head, layer.components, self.seed
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         """The parts that were measured in these contexts, with the numbers of contexts or words that they are of."""
         parts = ("bounds", "spectrum", "truncation", "bend", "gradient")
         measured = {part: getattr(self, part) for part in parts}

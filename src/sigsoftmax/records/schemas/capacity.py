@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 
 __all__ = ["CapacityResult", "StartResult"]
 
@@ -21,11 +21,12 @@ class StartResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CapacityResult:
+class CapacityResult(MeasuredPayload):
     """The KL that a head can reach at a width on a language."""
 
-    KIND: ClassVar[str] = "capacity"
-    VERSION: ClassVar[int] = 2
+    KIND = "capacity"
+    VERSION = 2
+    SUBJECT = ("language", "contexts", "words", "truth", "seed", "head", "width")
 
     language: str
     contexts: int
@@ -52,11 +53,7 @@ class CapacityResult:
     empty in records of version 1"""
 
     @property
-    def subject(self) -> Hashable:
-        return self.language, self.contexts, self.words, self.truth, self.seed, self.head, self.width
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         """A fit shows that a KL can be reached: the lower, the more is known."""
         return {"fit": -self.fitted_kl}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 
 __all__ = ["Attempt", "Calibration", "ClassifierResult", "ConfidenceBin"]
 
@@ -45,11 +46,12 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifierResult:
+class ClassifierResult(MeasuredPayload):
     """One head at one width with one seed: the attempt that was best on validation data, on test data."""
 
-    KIND: ClassVar[str] = "classifier"
-    VERSION: ClassVar[int] = 1
+    KIND = "classifier"
+    VERSION = 1
+    SUBJECT = ("dataset", "head", "width", "seed")
 
     dataset: str
     classes: int
@@ -82,9 +84,5 @@ class ClassifierResult:
     """duration of all attempts"""
 
     @property
-    def subject(self) -> Hashable:
-        return self.dataset, self.head, self.width, self.seed
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return {attempt.learning_rate: self.epochs for attempt in self.attempts}

@@ -10,9 +10,11 @@ Symbols: M words of the vocabulary, T contexts, eps32 = 2^-23, eps64 = 2^-52.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
+
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 
 __all__ = ["RULES", "BelowNoiseFloor", "RankBounds", "RankCount", "Rule", "Spectrum"]
 
@@ -65,11 +67,12 @@ class RankCount(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spectrum:
+class Spectrum(MeasuredPayload):
     """The singular values of an M x T matrix, how wrong they may be, and the ranks that follow."""
 
-    KIND: ClassVar[str] = "spectrum"
-    VERSION: ClassVar[int] = 2
+    KIND = "spectrum"
+    VERSION = 2
+    SUBJECT = ("source", "words", "precision")
 
     source: str
     """what the matrix is, in words"""
@@ -94,11 +97,7 @@ class Spectrum:
     seconds: float | None = None
 
     @property
-    def subject(self) -> Hashable:
-        return self.source, self.words, self.precision
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return {"contexts": self.contexts, "singular values": len(self.singular_values)}
 
     @property
@@ -191,11 +190,12 @@ class Spectrum:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankBounds:
+class RankBounds(MeasuredPayload):
     """Bounds between which the numerical rank of an M x T log-output matrix lies, without its spectrum."""
 
-    KIND: ClassVar[str] = "rank_bounds"
-    VERSION: ClassVar[int] = 1
+    KIND = "rank_bounds"
+    VERSION = 1
+    SUBJECT = ("source", "head", "width", "words", "rule")
 
     source: str
     """what the matrix is, in words"""
@@ -227,9 +227,5 @@ class RankBounds:
     seconds: float
 
     @property
-    def subject(self) -> Hashable:
-        return self.source, self.head, self.width, self.words, self.rule
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return {"contexts": self.contexts, "block": self.block_contexts * self.block_words}

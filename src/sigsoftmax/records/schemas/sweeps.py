@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from sigsoftmax.records.schemas.training import LatestCounts, RunIdentity
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
+from sigsoftmax.records.schemas.training import RunIdentity
 from sigsoftmax.records.statistics import perplexity
 
 __all__ = ["PairedDifferenceRecord", "Quantity", "TrialRecord"]
@@ -15,11 +15,12 @@ Quantity = Literal["test_loss", "kl"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialRecord(LatestCounts):
+class TrialRecord(MeasuredPayload):
     """A trial that has ended: one recipe with one seed at one point of the grid."""
 
-    KIND: ClassVar[str] = "trial"
-    VERSION: ClassVar[int] = 1
+    KIND = "trial"
+    VERSION = 1
+    SUBJECT = ("run", "point")
 
     run: RunIdentity
     """identity of the last phase"""
@@ -40,10 +41,6 @@ class TrialRecord(LatestCounts):
     """duration of training and validation"""
 
     @property
-    def subject(self) -> Hashable:
-        return self.run, self.point
-
-    @property
     def valid_perplexity(self) -> float:
         return perplexity(self.valid_loss)
 
@@ -53,11 +50,12 @@ class TrialRecord(LatestCounts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairedDifferenceRecord:
+class PairedDifferenceRecord(MeasuredPayload):
     """By how much a recipe lies above its baseline, seed by seed, with Student's interval of the mean."""
 
-    KIND: ClassVar[str] = "paired-difference"
-    VERSION: ClassVar[int] = 2
+    KIND = "paired-difference"
+    VERSION = 2
+    SUBJECT = ("recipe", "point", "baseline_recipe", "baseline_point", "quantity", "corpus_checksum", "changes")
 
     recipe: str
     point: tuple[str, ...]
@@ -79,10 +77,5 @@ class PairedDifferenceRecord:
     """made to all trials of the sweep, as ``training.epochs=4``; empty in records of version 1"""
 
     @property
-    def subject(self) -> Hashable:
-        compared = (self.recipe, self.point), (self.baseline_recipe, self.baseline_point)
-        return *compared, self.quantity, self.corpus_checksum, self.changes
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return dict.fromkeys(self.seeds, 1.0)

@@ -5,10 +5,9 @@ Losses are in nats per token; a perplexity is their exp and is derived, never st
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 from sigsoftmax.records.statistics import perplexity
 
 __all__ = [
@@ -17,17 +16,8 @@ __all__ = [
     "DynamicEvaluationRecord",
     "EpochRecord",
     "EvaluationRecord",
-    "LatestCounts",
     "RunIdentity",
 ]
-
-
-class LatestCounts:
-    """A payload of which a later measurement replaces an earlier one, whatever their sizes."""
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
-        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +42,12 @@ class RunIdentity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochRecord(LatestCounts):
+class EpochRecord(MeasuredPayload):
     """An epoch of training and the validation after it."""
 
-    KIND: ClassVar[str] = "epoch"
-    VERSION: ClassVar[int] = 1
+    KIND = "epoch"
+    VERSION = 1
+    SUBJECT = ("run", "epoch")
 
     run: RunIdentity
     epoch: int
@@ -90,20 +81,17 @@ class EpochRecord(LatestCounts):
         return "persistent kernels" in self.recurrence
 
     @property
-    def subject(self) -> Hashable:
-        return self.run, self.epoch
-
-    @property
     def valid_perplexity(self) -> float:
         return perplexity(self.valid_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationRecord(LatestCounts):
+class EvaluationRecord(MeasuredPayload):
     """A static evaluation of a checkpoint."""
 
-    KIND: ClassVar[str] = "evaluation"
-    VERSION: ClassVar[int] = 1
+    KIND = "evaluation"
+    VERSION = 1
+    SUBJECT = ("run", "split", "batch")
 
     run: RunIdentity
     split: str
@@ -121,20 +109,17 @@ class EvaluationRecord(LatestCounts):
     seconds: float
 
     @property
-    def subject(self) -> Hashable:
-        return self.run, self.split, self.batch
-
-    @property
     def perplexity(self) -> float:
         return perplexity(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicEvaluationRecord:
+class DynamicEvaluationRecord(MeasuredPayload):
     """One dynamic evaluation: one point of the grid on one split. All numbers are in the RMS form."""
 
-    KIND: ClassVar[str] = "dynamic-evaluation"
-    VERSION: ClassVar[int] = 1
+    KIND = "dynamic-evaluation"
+    VERSION = 1
+    SUBJECT = ("run", "split", "learning_rate", "decay", "epsilon", "window")
 
     run: RunIdentity
     split: str
@@ -156,11 +141,7 @@ class DynamicEvaluationRecord:
     """whether the rates of one point stayed clipped in the next, as in the published script"""
 
     @property
-    def subject(self) -> Hashable:
-        return self.run, self.split, self.learning_rate, self.decay, self.epsilon, self.window
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return {"tokens": self.tokens}
 
     @property
@@ -182,11 +163,12 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonRecord:
+class ComparisonRecord(MeasuredPayload):
     """A head among others under an equal budget."""
 
-    KIND: ClassVar[str] = "comparison"
-    VERSION: ClassVar[int] = 2
+    KIND = "comparison"
+    VERSION = 2
+    SUBJECT = ("run", "epochs")
 
     run: RunIdentity
     epochs: int
@@ -209,11 +191,7 @@ class ComparisonRecord:
     """None in records of version 1"""
 
     @property
-    def subject(self) -> Hashable:
-        return self.run, self.epochs
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         """Distance to the truth and rank are parts that a measurement may lack."""
         known = {"kl": self.kl is not None, "rank": self.rank is not None}
         return {part: 1.0 for part, is_known in known.items() if is_known}

@@ -215,7 +215,7 @@ def _labels(case: Case, *, in_full: bool) -> list[dict[str, Any]]:
             "yanchor": "bottom",
             "showarrow": False,
             "align": "left",
-            "text": f"{_name(m)} · {_short(m, case, in_full=in_full)}",
+            "text": f"{_bold(m)} · {_short(m, case, in_full=in_full)}",
             "font": {"size": 12 if in_full else 11},
             "bgcolor": "@card",
             "borderpad": 1,
@@ -224,7 +224,7 @@ def _labels(case: Case, *, in_full: bool) -> list[dict[str, Any]]:
     ]
 
 
-def _name(m: Measurement) -> str:
+def _bold(m: Measurement) -> str:
     return f"<b>{plot_text(m.implementation)}</b>" if m.target else plot_text(m.implementation)
 
 

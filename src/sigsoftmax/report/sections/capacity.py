@@ -19,6 +19,7 @@ from sigsoftmax.report.figures import (
     thinned,
     threshold_line,
 )
+from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.tables import Column, Fields, Table, count_text, head_cell, number_text, seconds_text
@@ -37,7 +38,10 @@ SINGULAR_VALUES = 250
 
 
 def section(material: Material, looks: Looks) -> Section | Absent:
-    groups = grouped(material.capacities, lambda entry: _key(entry.payload))
+    groups: dict[Key, list[Entry[CapacityResult]]] = grouped(
+        material.capacities,
+        lambda e: (e.payload.language, e.payload.contexts, e.payload.words, e.payload.seed, e.payload.truth),
+    )
     if not groups:
         return Absent("Capacity", "sigsoftmax demo")
     blocks: list[Block] = []
@@ -64,10 +68,6 @@ def section(material: Material, looks: Looks) -> Section | Absent:
         blocks=blocks,
         key_findings=2,
     )
-
-
-def _key(result: CapacityResult) -> Key:
-    return result.language, result.contexts, result.words, result.seed, result.truth
 
 
 def _language(key: Key, keys: Collection[Key]) -> str:

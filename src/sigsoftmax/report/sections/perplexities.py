@@ -166,7 +166,9 @@ def perplexity_table(
     ``missing``, where it is given, stands in a row of ours for every head of which there is no run.
     """
     places = _places(table, variants)
-    own = grouped((v for v in variants if _has_any(v, places)), lambda variant: same_head(variant.run.head))
+    own = grouped(
+        (v for v in variants if v.perplexities.keys() & set(places)), lambda variant: same_head(variant.run.head)
+    )
     lost = [Row((f"ours: {missing}", *[DASH] * (2 + len(places))), class_="ours")] if missing else []
     rows: list[Row] = []
     sources: dict[str, None] = {}
@@ -209,26 +211,13 @@ def _published_rows(corpus: str, head: str, places: Sequence[Place]) -> dict[str
     return rows
 
 
-def _has_any(variant: Variant, places: Sequence[Place]) -> bool:
-    return any(place in variant.perplexities for place in places)
-
-
 def _own_row(variant: Variant, places: Sequence[Place]) -> Row:
     samples = {place: variant.sample(place) for place in places}
     counts = {sample.count for sample in samples.values() if sample}
-    cells = [
-        " ".join(
-            filter(
-                None,
-                (
-                    sample_text(sample),
-                    f"(n = {sample.count})" if sample and len(counts) > 1 else "",
-                    variant.mark(place),
-                ),
-            )
-        )
-        for place, sample in samples.items()
-    ]
+    cells = []
+    for place, sample in samples.items():
+        count = f"(n = {sample.count})" if sample and len(counts) > 1 else ""
+        cells.append(" ".join(filter(None, (sample_text(sample), count, variant.mark(place)))))
     source = ", ".join(filter(None, ("ours", setting_label(variant.run))))
     return Row((source, range_text(counts), variant.epochs_text(), *cells), class_="ours")
 

@@ -44,7 +44,8 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     else:
         findings = [NO_TWO]
     if alone:
-        blocks.append(tag("p", f"Not ranked, for want of a second head: {_alone(alone)}.", class_="note"))
+        names = listed([", ".join((ranking.heads[0].label, *ranking.subject)) for ranking in alone])
+        blocks.append(tag("p", f"Not ranked, for want of a second head: {names}.", class_="note"))
     return Section(
         id="verdict",
         title=QUESTION,
@@ -87,10 +88,6 @@ def _several(found: Sequence[Ranking], looks: Looks) -> list[Block]:
         text = f"Runs of different lengths or settings are ranked for themselves: {reason}"
         shown.append(tag("p", text, class_="note"))
     return list(shown)
-
-
-def _alone(found: Sequence[Ranking]) -> str:
-    return listed([", ".join((ranking.heads[0].label, *ranking.subject)) for ranking in found])
 
 
 # --- rankings ---------------------------------------------------------------------------------------------------------
