@@ -9,29 +9,10 @@ from typing import NamedTuple
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.records.schemas.audits import Audit, HeadAtWidth, TargetResult, Truncation, TruncationPoint
-from sigsoftmax.report.tables import (
-    DASH,
-    Column,
-    Fields,
-    Row,
-    Table,
-    count_text,
-    head_cell,
-    number_text,
-    seconds_text,
-)
+from sigsoftmax.report.tables import DASH, Column, Fields, Row, Table, count_text, head_cell, number_text, seconds_text
 from sigsoftmax.report.theme import Looks, head_label, same_head
 
-__all__ = [
-    "audit_text",
-    "enough_directions",
-    "facts_table",
-    "findings",
-    "kl_text",
-    "meaning",
-    "target_table",
-    "truncation_table",
-]
+__all__ = ["audit_text", "facts_table", "findings", "kl_text", "meaning", "target_table", "truncation_table"]
 
 COLUMNS = 110
 COLLAPSED = 1e-3

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 from sigsoftmax.records.statistics import perplexity
 
-__all__ = [
-    "Budget",
-    "ComparisonRecord",
-    "DynamicEvaluationRecord",
-    "EpochRecord",
-    "EvaluationRecord",
-    "RunIdentity",
-]
+__all__ = ["Budget", "ComparisonRecord", "DynamicEvaluationRecord", "EpochRecord", "EvaluationRecord", "RunIdentity"]
 
 
 @dataclass(frozen=True, kw_only=True)
