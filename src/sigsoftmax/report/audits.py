@@ -220,7 +220,7 @@ def truncation_table(truncation: Truncation, width: int | None = None) -> Table:
 
 
 def target_table(target: TargetResult, looks: Looks | None = None) -> Table:
-    """The least KL of every head at every width."""
+    """The least KL of every head at every width; a terminal has room for those that are compared."""
     softmax = _softmax_curve(target)
 
     def against(head: HeadAtWidth) -> str:
@@ -235,8 +235,15 @@ def target_table(target: TargetResult, looks: Looks | None = None) -> Table:
         "Against softmax": against,
         "Softmax of equal KL": lambda head: _softmax_width(head.softmax_width, target),
     }
-    in_order = sorted(target.heads, key=lambda head: (head.width, -head.kl))
+    shown = [head for head in target.heads if looks or head.width in _compared_widths(target)]
+    in_order = sorted(shown, key=lambda head: (head.width, -head.kl))
     return Table.of(in_order, fields, caption=f"Least KL to {target.target}")
+
+
+def _compared_widths(target: TargetResult) -> set[int]:
+    """Widths at which more than softmax was fitted, if there are any."""
+    others = {head.width for head in target.heads if same_head(head.head) != "softmax"}
+    return others or {head.width for head in target.heads}
 
 
 def _softmax_curve(target: TargetResult) -> dict[int, float]:
@@ -367,8 +374,7 @@ def _cost(audit: Audit) -> list[str]:
             "distributions or a language."
         )
         return [unknown]
-    # Widths at which more than softmax was fitted, if there are any.
-    widths = {h.width for h in target.heads if same_head(h.head) != "softmax"} or {h.width for h in target.heads}
+    widths = _compared_widths(target)
     shown = width if width in widths else max(widths, default=0)
     here = {same_head(head.head): head for head in target.heads if head.width == shown}
     if "softmax" not in here:
