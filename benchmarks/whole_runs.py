@@ -34,7 +34,7 @@ from sigsoftmax.report.sections.perplexities import (
     published_text,
 )
 from sigsoftmax.report.tables import NO_BREAK, plain_text, sample_text, seconds_text
-from sigsoftmax.report.theme import Looks, head_label, same_head
+from sigsoftmax.report.theme import head_label, same_head
 
 NOT_RUN = "not run yet"
 HEADS = {
@@ -60,7 +60,7 @@ class WholeRuns:
         loaded = load(files) if files else Loaded(files=[], records=[], warnings=[], repeated=0)
         self.material = Material.of(loaded)
         self.corpora: dict[str, list[Variant]] = collect(self.material)
-        self.looks = Looks([*paper.HEADS, *HEADS, *self.material.heads()])
+        self.looks = self.material.looks(*HEADS)
 
     def variants(self, corpus: str, head: str) -> list[Variant]:
         """One for each schedule that a head was run with, the shorter ones first."""

@@ -25,7 +25,7 @@ from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.sections import comparison, verdict
 from sigsoftmax.report.tables import Table
-from sigsoftmax.report.theme import Looks, head_label
+from sigsoftmax.report.theme import head_label
 
 HEADS_HERE = ("softmax", "sigsoftmax", "mos(K=4)")
 CHANGES = ("training.epochs=1", "finetuning.epochs=1")
@@ -158,7 +158,7 @@ def test_the_time_of_all_runs_is_phase_by_phase():
 def test_the_page_shows_what_the_terminal_printed(two_seeds):
     config, results, said, _ = two_seeds
     material = Material.of(load([config.out / "comparison.jsonl"]))
-    looks = Looks(material.heads())
+    looks = material.looks()
     opening, made = verdict.section(material, looks), comparison.section(material, looks)
     (figure,) = made.figures
     (table,) = opening.blocks
@@ -204,7 +204,7 @@ def test_another_budget_in_the_same_folder_is_another_comparison(two_seeds, tmp_
     assert "finetuning.epochs=2" in said[2]
     assert "sigsoftmax" not in said[2]
     found = recorded_comparisons((out / "comparison.jsonl",))
-    assert [(len(comparison.contenders), comparison.seeds) for comparison in found] == [(3, [1, 2]), (2, [1])]
+    assert [(len(comparison.heads), comparison.ranking.seeds) for comparison in found] == [(3, [1, 2]), (2, [1])]
 
 
 def test_a_budget_is_the_same_for_all_heads_and_however_it_is_written():

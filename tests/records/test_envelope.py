@@ -1,5 +1,6 @@
 """Records: they come back as they went, and whatever does not is named by file and line."""
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from sigsoftmax.records import Environment, Record, append, read
+from sigsoftmax.records import Environment, Record, append, read, read_payloads
 from sigsoftmax.records.envelope import from_plain, to_plain
 
 
@@ -78,6 +79,18 @@ def test_a_torn_line_costs_that_line_alone(tmp_path):
     with pytest.warns(UserWarning, match=r"skipped a line: .*records\.jsonl:2"):
         kept = list(read(path, malformed="skip"))
     assert [record.payload_as(Measured) for record in kept] == [PAYLOAD, PAYLOAD]
+    told: list[str] = []
+    assert list(read_payloads(path, Measured, malformed=told.append)) == [PAYLOAD, PAYLOAD]
+    assert len(told) == 1
+    assert told[0].startswith(f"{path}:2: not a record")
+
+
+def test_payloads_of_one_kind_are_read(tmp_path):
+    path = tmp_path / "records.jsonl"
+    append(path, [Record.of(PAYLOAD), dataclasses.replace(Record.of(PAYLOAD), kind="other"), Record.of(PAYLOAD)])
+    assert list(read_payloads(path, Measured)) == [PAYLOAD, PAYLOAD]
+    with pytest.raises(ValueError, match="no records at"):
+        list(read_payloads(tmp_path / "absent.jsonl", Measured))
 
 
 def changed(**changes):

@@ -52,13 +52,13 @@ def test_a_group_does_not_depend_on_what_varies_with_the_seed():
     records = heads(TWO)
     assert len({r.updates for r in records}) == 2
     found = only(records)
-    assert found.seeds == [1, 2]
+    assert found.ranking.seeds == [1, 2]
     assert "6 epochs, 2 seeds, 1,001 to 1,002 updates" in found.ranking.caption
     # With averaging that ends when it no longer helps, the epochs vary, too.
     stale = [dataclasses.replace(r, epochs=5 + r.run.seed) for r in records]
-    assert only(stale).seeds == [1, 2]
+    assert only(stale).ranking.seeds == [1, 2]
     first_version = [dataclasses.replace(r, budget=None) for r in records]
-    assert only(first_version).seeds == [1, 2]
+    assert only(first_version).ranking.seeds == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_a_change_that_is_none_to_one_of_the_heads_divides_nothing():
     """The overrides of a run leave out what its recipe has by default, and defaults differ between heads."""
     changed = record("softmax", 0.4)
     changed = dataclasses.replace(changed, run=dataclasses.replace(changed.run, overrides=("training.epochs=4",)))
-    assert len(only([changed, record("mos(K=4)", 0.3)]).contenders) == 2
+    assert len(only([changed, record("mos(K=4)", 0.3)]).heads) == 2
 
 
 def test_the_best_head_stands_first_everywhere():
     found = only(heads(TWO))
-    assert [contender.head for contender in found.contenders] == ["mos(K=4)", "sigsoftmax", "softmax"]
+    assert [head.head for head in found.ranking.heads] == ["mos(K=4)", "sigsoftmax", "softmax"]
     assert [head.head for head in found.ranking.heads] == ["mos(K=4)", "sigsoftmax", "softmax"]
     assert list(cells(found.details())) == ["the truth", "MoS(K=4)", "sigsoftmax", "softmax"]
 

@@ -31,6 +31,11 @@ def ranking(levels, **fields):
     return Ranking.of(heads, **{**given, **fields})
 
 
+def named(found, name):
+    (head,) = (head for head in found.heads if head.head == name)
+    return head
+
+
 def by_loss(levels, **fields):
     """A ranking without a truth."""
     heads = {head: ranked(head, values, losses=dict(enumerate(values, 1))) for head, values in levels.items()}
@@ -86,11 +91,11 @@ def test_time_and_parameters_stand_beside():
 def test_intervals_of_differences_hold_together():
     """With more heads each comparison needs more: one of many would leave out zero by chance."""
     few = ranking({"softmax": (0.40, 0.45, 0.35), "sigsoftmax": (0.38, 0.44, 0.34)})
-    difference = few.difference(few.named("sigsoftmax"), few.named("softmax"))
+    difference = few.difference(named(few, "sigsoftmax"), named(few, "softmax"))
     assert difference.confidence == 0.95
     more = ranking({head.head: head for head in few.heads} | {f"gss(k={k})": (0.5, 0.5, 0.5) for k in range(5)})
     assert more.comparisons_made == 6
-    wider = more.difference(more.named("sigsoftmax"), more.named("softmax"))
+    wider = more.difference(named(more, "sigsoftmax"), named(more, "softmax"))
     assert wider.confidence == pytest.approx(1 - 0.05 / 6)
     assert wider.mean == difference.mean
     assert (difference.is_resolved, wider.is_resolved) == (False, False)
@@ -103,7 +108,7 @@ def test_pairs_are_of_the_same_seed():
     softmax = {seed: 0.1 * seed for seed in (1, 2, 3)}
     other = {seed: 0.1 * seed - 0.05 - 1e-4 * seed for seed in (3, 1, 2)}
     found = ranking({"softmax": softmax, "sigsoftmax": other})
-    difference = found.difference(found.named("sigsoftmax"), found.named("softmax"))
+    difference = found.difference(named(found, "sigsoftmax"), named(found, "softmax"))
     assert difference.mean == pytest.approx(-0.0502)
     assert difference.is_resolved is True
 

@@ -4,7 +4,7 @@
 module a subject, so that whoever writes a record and whoever reads it (the report, the tables) share one definition.
 """
 
-from sigsoftmax.records.envelope import Environment, Payload, Record, append, read
+from sigsoftmax.records.envelope import Environment, Payload, Record, append, read, read_payloads
 from sigsoftmax.records.storing import store
 
-__all__ = ["Environment", "Payload", "Record", "append", "read", "store"]
+__all__ = ["Environment", "Payload", "Record", "append", "read", "read_payloads", "store"]

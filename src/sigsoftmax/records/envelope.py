@@ -5,7 +5,7 @@ A record has a kind and a payload. The payload of each kind is a frozen dataclas
 error that names the file and the line.
 
     append(path, Record.of(payload))
-    points = [record.payload_as(CapacityResult) for record in read(path) if record.kind == "capacity"]
+    points = list(read_payloads(path, CapacityResult))
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +34,7 @@ from sigsoftmax._version import __version__
 from sigsoftmax.records.parsing import parse_json
 from sigsoftmax.records.provenance import code_revision, library_versions
 
-__all__ = ["Environment", "Payload", "Record", "append", "from_plain", "read", "to_plain"]
+__all__ = ["Environment", "Payload", "Record", "append", "from_plain", "read", "read_payloads", "to_plain"]
 
 SCHEMA = 2
 """Version of the envelope: the fields around the payload. Version 1 had no commit and no libraries."""
@@ -52,7 +53,7 @@ P = TypeVar("P", bound=Payload)
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where and how something was measured."""
+    """The machine, the code and the command that something was measured with."""
 
     package_version: str
     python_version: str
@@ -78,11 +79,11 @@ class Environment:
         """The commit in words; says so if none was recorded."""
         if not self.commit:
             return "commit not recorded"
-        return f"commit {self.commit[:7]}" + {True: "", False: ", modified", None: ""}[self.clean]
+        return f"commit {self.commit[:7]}" + (", modified" if self.clean is False else "")
 
     @classmethod
     def here(cls, device: torch.device | str = "cpu") -> Environment:
-        now = dt.datetime.now(dt.UTC).replace(microsecond=0)
+        revision = code_revision()
         return cls(
             package_version=__version__,
             python_version=platform.python_version(),
@@ -91,8 +92,8 @@ class Environment:
             device=_device_name(torch.device(device).type),
             threads=torch.get_num_threads(),
             command=_command_line(),
-            time_utc=now.isoformat().replace("+00:00", "Z"),
-            commit=(revision := code_revision()).commit,
+            time_utc=f"{dt.datetime.now(dt.UTC):%Y-%m-%dT%H:%M:%SZ}",
+            commit=revision.commit,
             clean=revision.clean,
             libraries=library_versions(),
         )
@@ -121,19 +122,15 @@ class Record:
 
     def payload_as(self, payload_type: type[P]) -> P:
         """The typed payload; a record of another kind or of a later version is refused."""
-        where = f"{self.source}: " if self.source else ""
-        if self.kind != payload_type.KIND:
-            raise ValueError(f"{where}expected a record of kind {payload_type.KIND!r}, got {self.kind!r}")
-        if self.version > payload_type.VERSION:
-            raise ValueError(
-                f"{where}this {self.kind!r} record has version {self.version}, and version {payload_type.VERSION} is "
-                f"the latest that sigsoftmax {__version__} reads; upgrade sigsoftmax"
-            )
-        try:
-            typed = from_plain(payload_type, self.payload, "payload")
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from None
-        return typing.cast(P, typed)
+        with _naming(self.source):
+            if self.kind != payload_type.KIND:
+                raise ValueError(f"expected a record of kind {payload_type.KIND!r}, got {self.kind!r}")
+            if self.version > payload_type.VERSION:
+                raise ValueError(
+                    f"this {self.kind!r} record has version {self.version}, and version {payload_type.VERSION} is the "
+                    f"latest that sigsoftmax {__version__} reads; upgrade sigsoftmax"
+                )
+            return typing.cast(P, from_plain(payload_type, self.payload, "payload"))
 
     def to_json(self) -> str:
         envelope = {
@@ -147,22 +144,8 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "") -> Record:
-        where = f"{source}: " if source else ""
-        try:
-            envelope = parse_json(text.strip())
-        except json.JSONDecodeError as error:
-            problem = error.msg.removesuffix(" at")
-            raise ValueError(f"{where}not a record: {problem} at column {error.colno} of the line") from None
-        except ValueError as error:
-            raise ValueError(f"{where}not a record: {error}") from None
-        if not isinstance(envelope, dict) or not isinstance(envelope.get("schema"), int):
-            raise ValueError(f"{where}not a record: expected a JSON object with a number 'schema'")
-        if envelope["schema"] > SCHEMA:
-            raise ValueError(
-                f"{where}the record has schema {envelope['schema']}, and {SCHEMA} is the latest that sigsoftmax "
-                f"{__version__} reads; upgrade sigsoftmax"
-            )
-        try:
+        with _naming(source):
+            envelope = _parsed(text)
             return cls(
                 kind=from_plain(str, envelope.get("kind"), "kind"),
                 version=from_plain(int, envelope.get("version"), "version"),
@@ -170,8 +153,33 @@ class Record:
                 environment=from_plain(Environment, envelope.get("environment"), "environment"),
                 source=source,
             )
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from None
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Errors say where the record was read."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}" if source else str(error)) from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        envelope = parse_json(text.strip())
+    except json.JSONDecodeError as error:
+        problem = error.msg.removesuffix(" at")
+        raise ValueError(f"not a record: {problem} at column {error.colno} of the line") from None
+    except ValueError as error:
+        raise ValueError(f"not a record: {error}") from None
+    if not isinstance(envelope, dict) or not isinstance(envelope.get("schema"), int):
+        raise ValueError("not a record: expected a JSON object with a number 'schema'")
+    if envelope["schema"] > SCHEMA:
+        raise ValueError(
+            f"the record has schema {envelope['schema']}, and {SCHEMA} is the latest that sigsoftmax {__version__} "
+            "reads; upgrade sigsoftmax"
+        )
+    return envelope
 
 
 def append(path: str | Path, records: Record | Iterable[Record]) -> None:
@@ -180,19 +188,22 @@ def append(path: str | Path, records: Record | Iterable[Record]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     with os.fdopen(descriptor, "rb+", buffering=0) as file:
-        # A torn line of an earlier run must not swallow the next record.
-        size = file.seek(0, os.SEEK_END)
-        if size:
+        if size := file.seek(0, os.SEEK_END):
             file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+            # A torn line of an earlier run must not swallow the next record.
+            file.write(b"" if file.read(1) == b"\n" else b"\n")
         for record in [records] if isinstance(records, Record) else records:
             file.write(record.to_json().encode() + b"\n")
         os.fsync(file.fileno())
 
 
-def read(path: str | Path, *, malformed: Literal["raise", "skip"] = "raise") -> Iterator[Record]:
-    """The records of a file, in order. A malformed line raises, or is skipped with a warning that names it."""
+def read(
+    path: str | Path, *, malformed: Literal["raise", "skip"] | Callable[[str], object] = "raise"
+) -> Iterator[Record]:
+    """The records of a file, in order.
+
+    A malformed line raises, is skipped with a warning that names it, or is told to the function that is given.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no records at {path}; expected a file of JSON lines that a run has written")
@@ -205,9 +216,20 @@ def read(path: str | Path, *, malformed: Literal["raise", "skip"] = "raise") -> 
             except ValueError as error:
                 if malformed == "raise":
                     raise
-                warnings.warn(f"skipped a line: {error}", stacklevel=2)
+                if malformed == "skip":
+                    warnings.warn(f"skipped a line: {error}", stacklevel=2)
+                else:
+                    malformed(str(error))
                 continue
             yield record
+
+
+def read_payloads(
+    path: str | Path, payload_type: type[P], *, malformed: Literal["raise", "skip"] | Callable[[str], object] = "raise"
+) -> Iterator[P]:
+    """The typed payloads of one kind in a file, in order; malformed lines are treated as by :func:`read`."""
+    records = read(path, malformed=malformed)
+    return (record.payload_as(payload_type) for record in records if record.kind == payload_type.KIND)
 
 
 # --- between dataclasses and JSON ---------------------------------------------------------------------------------
@@ -235,65 +257,48 @@ def from_plain(expected: Any, value: Any, name: str) -> Any:
     text, further dataclasses, and any of these or None.
     """
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
-    if expected is Any:
-        return value
     if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        (inner,) = (a for a in arguments if a is not type(None))
-        return from_plain(inner, value, name)
-    if dataclasses.is_dataclass(expected) and isinstance(expected, type):
+        (inner,) = set(arguments) - {types.NoneType}
+        return None if value is None else from_plain(inner, value, name)
+    if expected is Any or type(value) is expected or (origin is Literal and value in arguments):
+        return value
+    if dataclasses.is_dataclass(expected):
         return _typed_dataclass(expected, value, name)
     if origin is tuple and isinstance(value, list):
         return tuple(from_plain(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {key: from_plain(arguments[1], item, f"{name}[{key!r}]") for key, item in value.items()}
-    if expected is float and (value in ("nan", "inf", "-inf") or _is_number(value)):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{name} is an integer that no float can hold: {_shortened(value)}") from None
-    if expected in (int, str, bool) and type(value) is expected:
-        return value
-    if origin is Literal:
-        if value in arguments:
-            return value
-        raise ValueError(f"{name} must be {_listed(arguments)}, got {_shortened(value)}")
-    wanted = getattr(expected, "__name__", str(expected))
-    raise ValueError(f"{name} must be {wanted}, got {_shortened(value)}")
+    if expected is float:
+        return _float(value, name)
+    *others, last = map(repr, arguments) if origin is Literal else [getattr(expected, "__name__", str(expected))]
+    raise ValueError(f"{name} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {_shortened(value)}")
 
 
-def _typed_dataclass(expected: type, value: Any, name: str) -> Any:
+def _float(value: Any, name: str) -> float:
+    if type(value) is not int and value not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{name} must be float, got {_shortened(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is an integer that no float can hold: {_shortened(value)}") from None
+
+
+def _typed_dataclass(expected: Any, value: Any, name: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be an object with the fields of {expected.__name__}, got {_shortened(value)}")
-    hints = _hints(expected)
-    fields = {f.name: f for f in dataclasses.fields(expected)}
-    unknown = sorted(value.keys() - fields.keys())
-    if unknown:
+    fields, hints = dataclasses.fields(expected), _hints(expected)
+    if unknown := sorted(value.keys() - {field.name for field in fields}):
         raise ValueError(f"{name} has unknown fields: {', '.join(unknown)}")
-    missing = [
-        key
-        for key, f in fields.items()
-        if key not in value and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
+    required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [key for key in required if key not in value]:
         raise ValueError(f"{name} lacks the fields: {', '.join(missing)}")
     return expected(**{key: from_plain(hints[key], item, f"{name}.{key}") for key, item in value.items()})
-
-
-def _listed(choices: Sequence[Any]) -> str:
-    *others, last = (repr(choice) for choice in choices)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 @lru_cache
 def _hints(owner: type) -> dict[str, Any]:
     """Evaluating annotations takes longer than all else that reading a record does."""
     return typing.get_type_hints(owner)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _shortened(value: Any) -> str:

@@ -1,12 +1,11 @@
-"""The kinds of records that this version knows, and what all of their payloads tell."""
+"""The kinds of records that this version knows."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
-from sigsoftmax.records.envelope import Payload
 from sigsoftmax.records.schemas.audits import Audit
+from sigsoftmax.records.schemas.base import MeasuredPayload
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.records.schemas.classifiers import ClassifierResult
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
@@ -15,22 +14,10 @@ from sigsoftmax.records.schemas.speed import Measurement
 from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
 from sigsoftmax.records.schemas.training import ComparisonRecord, DynamicEvaluationRecord, EpochRecord, EvaluationRecord
 
-__all__ = ["IN_SERIES", "PAYLOADS", "Measured"]
+__all__ = ["IN_SERIES", "PAYLOADS"]
 
 
-class Measured(Payload, Protocol):
-    """A payload that tells what it measured, and how much of it."""
-
-    @property
-    def subject(self) -> Hashable:
-        """What was measured: two payloads with equal ones are measurements of the same thing."""
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
-        """How much was measured of each part of the subject; a part that was not measured is left out."""
-
-
-PAYLOADS: Mapping[str, type[Measured]] = {
+PAYLOADS: Mapping[str, type[MeasuredPayload]] = {
     payload.KIND: payload
     for payload in (
         Audit,

@@ -27,27 +27,16 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    # A text cannot be deeper than it has opening brackets, and most have few.
-    if isinstance(text, str):
-        opening = text.count("[") + text.count("{")
-    else:
-        opening = text.count(b"[") + text.count(b"{")
-    if opening > DEEPEST:
-        check_nesting(value)
+    check_nesting(value)
     return value
 
 
 def check_nesting(value: Any) -> None:
     """Refuse lists and mappings that are nested deeper than anything written here is."""
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [item for container in level for item in _items(container)]
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEEPEST + 1):
         if not level:
             return
+        inside = (container.values() if isinstance(container, dict) else container for container in level)
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
     raise ValueError(TOO_DEEP)
-
-
-def _items(container: Any) -> list[Any]:
-    """The containers inside a container."""
-    values = container.values() if isinstance(container, dict) else container if isinstance(container, list) else ()
-    return [item for item in values if isinstance(item, dict | list)]

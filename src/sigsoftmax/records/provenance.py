@@ -1,4 +1,4 @@
-"""Which code a measurement was made with: the commit of the checkout, and the versions of libraries."""
+"""The code that a measurement was made with: the commit of the checkout, and the versions of libraries."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ def code_revision() -> Revision:
 def revision_of(file: Path) -> Revision:
     """The revision of the repository that has ``file`` under version control; empty if there is none, or no git."""
     # A package that is installed somewhere inside another project's repository is not part of that project.
-    if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
-        return Revision()
+    is_tracked = _git(file.parent, "ls-files", "--error-unmatch", file.name) is not None
     root = _git(file.parent, "rev-parse", "--show-toplevel")
     commit = _git(file.parent, "rev-parse", "HEAD")
-    if root is None or commit is None:
+    if not is_tracked or root is None or commit is None:
         return Revision()
     changes = _git(Path(root), "status", "--porcelain", "--", *CODE)
     return Revision(commit, None if changes is None else not changes)
@@ -62,7 +61,7 @@ def _stated(text: str) -> Revision:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What a git command prints; None if it fails or there is no git."""
+    """The output of a git command; None if it fails or there is no git."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30.0, check=False

@@ -1,4 +1,4 @@
-"""Means over seeds, and whether seeds are enough to tell two of them apart."""
+"""Means over seeds, and differences of means with their intervals."""
 
 from __future__ import annotations
 
@@ -71,11 +71,9 @@ class Gap:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the difference of two unpaired means; None where either has a single run."""
-        errors = (self.first.standard_error, self.second.standard_error)
-        if errors[0] is None or errors[1] is None:
-            return None
-        return math.hypot(errors[0], errors[1])
+        """The standard error of the difference of two unpaired means; None where either has a single run."""
+        first, second = self.first.standard_error, self.second.standard_error
+        return None if first is None or second is None else math.hypot(first, second)
 
     def seeds_needed(self) -> int | None:
         """Seeds of each that would find a gap of this size at this spread; None if not known or beyond all reason."""
@@ -118,7 +116,7 @@ class PairedDifference:
 
     @property
     def is_resolved(self) -> bool | None:
-        """Whether the interval leaves out zero; None where there is no interval."""
+        """The interval leaves out zero; None where there is no interval."""
         interval = self.interval
         return None if interval is None else not interval[0] <= 0.0 <= interval[1]
 
@@ -145,7 +143,11 @@ def seeds_to_resolve(gap: float, first_deviation: float, second_deviation: float
 
 
 def student_quantile(probability: float, degrees: float) -> float:
-    """Of Student's t, by bisection of its distribution function; degrees of freedom need not be whole."""
+    """A quantile of Student's t, by bisection of its distribution function; degrees of freedom need not be whole.
+
+    It is written here because every report needs it: torch and numpy do not have it, and SciPy, which a test compares
+    it with, belongs to the extra ``audit`` alone.
+    """
     if not (0.0 < probability < 1.0 and degrees > 0.0):
         raise ValueError(f"expected a probability between 0 and 1 and degrees above 0, got {probability}, {degrees}")
     if probability < 0.5:

@@ -13,6 +13,7 @@ the implementations of a benchmark, whose times compare within one run alone, ar
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ from filelock import FileLock, Timeout
 
 from sigsoftmax.records.atomic_write import atomic_write
 from sigsoftmax.records.envelope import Environment, Record
-from sigsoftmax.records.kinds import IN_SERIES, PAYLOADS, Measured
+from sigsoftmax.records.grouping import grouped
+from sigsoftmax.records.kinds import IN_SERIES, PAYLOADS
+from sigsoftmax.records.schemas.base import MeasuredPayload
 
 __all__ = ["not_covered_later", "store"]
 
@@ -51,17 +54,12 @@ def store(path: Path, records: Record | Iterable[Record]) -> None:
 
 
 def _merged(old: Sequence[_Line], new: Sequence[_Line]) -> list[_Line]:
-    subjects: dict[Hashable, list[_Line]] = {}
-    for line in new:
-        subjects.setdefault(line.subject, []).append(line)
+    subjects = grouped(new, lambda line: line.subject)
     replaced = _covered(old, subjects)
     merged: list[_Line] = []
     for line in old:
-        if line not in replaced:
-            merged.append(line)
-        else:
-            # The new ones take the place of the first of those that they replace.
-            merged += subjects.pop(line.subject, ())
+        # The new ones take the place of the first of those that they replace.
+        merged += subjects.pop(line.subject, []) if line in replaced else [line]
     return [*merged, *(line for lines in subjects.values() for line in lines)]
 
 
@@ -70,12 +68,12 @@ class _Line:
     """A line of a file of records."""
 
     content: bytes
-    measurement: tuple[Measured, Environment] | None = None
+    measurement: tuple[MeasuredPayload, Environment] | None = None
     """None where the line cannot be read or is of a kind that this version does not know"""
 
     @classmethod
-    def of(cls, record: Record) -> _Line:
-        content = record.to_json().encode() + b"\n"
+    def of(cls, record: Record, content: bytes | None = None) -> _Line:
+        content = content or record.to_json().encode() + b"\n"
         if record.kind not in PAYLOADS:
             return cls(content)
         return cls(content, (record.payload_as(PAYLOADS[record.kind]), record.environment))
@@ -85,29 +83,26 @@ class _Line:
         return self.content if self.measurement is None else _subject(self.measurement[0])
 
 
-def _subject(payload: Measured) -> Hashable:
+def _subject(payload: MeasuredPayload) -> Hashable:
     return payload.KIND, payload.subject
 
 
 def _lines(path: Path) -> list[_Line]:
-    try:
-        contents = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
     lines = []
-    for content in contents:
+    for content in path.read_bytes().splitlines() if path.exists() else ():
         line = _Line(content + b"\n")
         # A line that cannot be read is nobody's to remove.
         with contextlib.suppress(ValueError, TypeError):
-            line = _Line(line.content, _Line.of(Record.from_json(content.decode())).measurement)
+            line = _Line.of(Record.from_json(content.decode()), line.content)
         lines.append(line)
     return lines
 
 
 def _covered(old: Sequence[_Line], new: Mapping[Hashable, Sequence[_Line]]) -> set[_Line]:
     """The lines of the measurements that new ones cover; a line of an unknown kind is covered by its equal."""
-    found = {line for line in old if line.measurement is None and line.subject in new}
-    known = [(line, line.measurement) for line in old if line.measurement is not None and line.subject in new]
+    again = [line for line in old if line.subject in new]
+    known = [(line, line.measurement) for line in again if line.measurement is not None]
+    found = {line for line in again if line.measurement is None}
     for places in _measurements([measurement for _, measurement in known]):
         payloads = [known[place][1][0] for place in places]
         later = [line.measurement[0] for line in new[_subject(payloads[0])] if line.measurement is not None]
@@ -116,34 +111,32 @@ def _covered(old: Sequence[_Line], new: Mapping[Hashable, Sequence[_Line]]) -> s
     return found
 
 
-def _measurements(entries: Sequence[tuple[Measured, Environment]]) -> list[list[int]]:
+def _measurements(entries: Sequence[tuple[MeasuredPayload, Environment]]) -> list[list[int]]:
     """The places of the entries of each measurement.
 
     A series is of one subject, each record with other parts, and its records share their environment. Other records are
     told apart by what they measured and not by their time, which is known to a second.
     """
-    last: dict[Hashable, tuple[list[int], set[Hashable]]] = {}
+    series: dict[Hashable, tuple[list[int], set[Hashable]]] = {}
     found: list[list[int]] = []
     for place, (payload, environment) in enumerate(entries):
-        if payload.KIND not in IN_SERIES:
-            found.append([place])
-            continue
         key, parts = (_subject(payload), environment), set(payload.extent)
-        if key not in last or not parts or parts & last[key][1]:
-            last[key] = [], set()
-            found.append(last[key][0])
-        last[key][0].append(place)
-        last[key][1].update(parts)
+        places, measured = series.get(key, ([], set()))
+        if payload.KIND not in IN_SERIES or not places or not parts or parts & measured:
+            series[key] = places, measured = [], set()
+            found.append(places)
+        places.append(place)
+        measured |= parts
     return found
 
 
-def _covers(later: Iterable[Measured], earlier: Iterable[Measured]) -> bool:
-    """Whether one measurement has at least as much of each part of their common subject as another."""
+def _covers(later: Iterable[MeasuredPayload], earlier: Iterable[MeasuredPayload]) -> bool:
+    """One measurement has at least as much of each part of their common subject as another."""
     measured = _extent(later)
-    return all(part in measured and measured[part] >= amount for part, amount in _extent(earlier).items())
+    return all(measured.get(part, -math.inf) >= amount for part, amount in _extent(earlier).items())
 
 
-def _extent(payloads: Iterable[Measured]) -> dict[Hashable, float]:
+def _extent(payloads: Iterable[MeasuredPayload]) -> dict[Hashable, float]:
     extent: dict[Hashable, float] = {}
     for payload in payloads:
         for part, amount in payload.extent.items():
@@ -151,20 +144,16 @@ def _extent(payloads: Iterable[Measured]) -> dict[Hashable, float]:
     return extent
 
 
-def not_covered_later(entries: Sequence[tuple[Measured, Environment]]) -> list[int]:
+def not_covered_later(entries: Sequence[tuple[MeasuredPayload, Environment]]) -> list[int]:
     """The places of the entries that count: those of measurements that no later one of the same subject covers.
 
     This is the rule of :func:`store` for those who read several files. Equal times count in the order given.
     """
-    subjects: dict[Hashable, list[list[int]]] = {}
-    for places in _measurements(entries):
-        payload, _ = entries[places[0]]
-        subjects.setdefault(_subject(payload), []).append(places)
     left_out: set[int] = set()
-    for measurements in subjects.values():
+    for measurements in grouped(_measurements(entries), lambda places: _subject(entries[places[0]][0])).values():
         in_time = sorted(measurements, key=lambda places: entries[places[0]][1].time_utc)
-        for number, earlier in enumerate(in_time):
-            payloads = [entries[place][0] for place in earlier]
-            if any(_covers([entries[p][0] for p in later], payloads) for later in in_time[number + 1 :]):
-                left_out.update(earlier)
+        payloads = [[entries[place][0] for place in places] for places in in_time]
+        for number, places in enumerate(in_time):
+            if any(_covers(later, payloads[number]) for later in payloads[number + 1 :]):
+                left_out.update(places)
     return [place for place in range(len(entries)) if place not in left_out]

@@ -1,4 +1,4 @@
-"""What a benchmark aims for, as text that people read and that is also judged.
+"""Targets of benchmarks, as text that people read and that is also judged.
 
 A target is a list of clauses with commas between them:
 
@@ -17,21 +17,20 @@ A target is a list of clauses with commas between them:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+
+import numpy as np
 
 from sigsoftmax.records.schemas.speed import Measurement
 
 __all__ = ["Clause", "clauses", "off_the_line", "verdict"]
 
 
-FLAT = 1.2
-"""What `flat` allows: some dozen numbers a token are there, about 100 bytes, where a row of logits has thousands."""
-LINEAR = 0.1
-"""What `linear` allows to either side."""
+FIXED = {"flat": 1.2, "no slower": 1.0, "linear": 0.1}
+"""Bounds of clauses that name none: `flat` allows some dozen numbers per token, about 100 bytes, where a row of logits
+has thousands; `linear` allows a tenth to either side."""
 
-Quantity = Literal["x", "no slower", "ms", "MiB", "of the memory", "torch's error", "flat", "linear"]
 CLAUSE = re.compile(
     r"(?P<word><=|aim) (?:(?P<whole>\d+(?:\.\d+)?)|1/(?P<part>[1-9]\d*))"
     r"(?:x (?P<error>torch's error)|(?P<ratio>x)(?: of (?P<other>.+))?| (?P<unit>ms|MiB|of the memory))"
@@ -41,38 +40,51 @@ CLAUSE = re.compile(
 @dataclass(frozen=True, kw_only=True)
 class Clause:
     text: str
-    quantity: Quantity
+    quantity: str
+    """a key of ``QUANTITIES``"""
     bound: float
     other: str = ""
     """the implementation that a ratio is relative to; empty: the baseline"""
     is_aim: bool = False
 
     def holds(self, own: Measurement, case: Mapping[str, Measurement]) -> bool | None:
-        """Whether a measurement keeps to it, given all of its case by name; None if that was not measured."""
-        value = self._value(own, case)
+        """A measurement keeps to it, given all of its case by name; None if that was not measured."""
+        value = QUANTITIES[self.quantity](self, own, case)
         return None if value is None else value <= self.bound
 
-    def _value(self, own: Measurement, case: Mapping[str, Measurement]) -> float | None:
-        if self.quantity == "x":
-            return own.ratio / case[self.other].ratio if self.other else own.ratio
-        if self.quantity == "no slower":
-            return own.ratio_quartiles[0]
-        if self.quantity == "ms":
-            return own.milliseconds
-        if self.quantity == "torch's error":
-            return own.gradient_error
-        if self.quantity == "linear":
-            off = off_the_line(list(case.values())).get(own.implementation)
-            return None if off is None else abs(off)
-        if self.quantity == "MiB" or own.peak_mib is None:
-            return own.peak_mib
-        known = [m.peak_mib for m in case.values() if m.peak_mib is not None]
-        reference = min(known) if self.quantity == "flat" else case[own.baseline].peak_mib
-        return own.peak_mib / reference if reference else None
+
+def _ratio(clause: Clause, own: Measurement, case: Mapping[str, Measurement]) -> float:
+    return own.ratio / case[clause.other].ratio if clause.other else own.ratio
+
+
+def _memory_ratio(own: Measurement, reference: float | None) -> float | None:
+    return own.peak_mib / reference if own.peak_mib is not None and reference else None
+
+
+def _least_memory(case: Mapping[str, Measurement]) -> float | None:
+    return min((m.peak_mib for m in case.values() if m.peak_mib is not None), default=None)
+
+
+def _off_the_line(own: Measurement, case: Mapping[str, Measurement]) -> float | None:
+    off = off_the_line(list(case.values())).get(own.implementation)
+    return None if off is None else abs(off)
+
+
+QUANTITIES: Mapping[str, Callable[[Clause, Measurement, Mapping[str, Measurement]], float | None]] = {
+    "x": _ratio,
+    "no slower": lambda clause, own, case: own.ratio_quartiles[0],
+    "ms": lambda clause, own, case: own.milliseconds,
+    "MiB": lambda clause, own, case: own.peak_mib,
+    "of the memory": lambda clause, own, case: _memory_ratio(own, case[own.baseline].peak_mib),
+    "torch's error": lambda clause, own, case: own.gradient_error,
+    "flat": lambda clause, own, case: _memory_ratio(own, _least_memory(case)),
+    "linear": lambda clause, own, case: _off_the_line(own, case),
+}
+"""what a clause bounds, by the word that names it"""
 
 
 def off_the_line(case: Sequence[Measurement]) -> dict[str, float]:
-    """How far each time lies above the straight line through the times of all sizes, relative to the line.
+    """The distance of each time above the straight line through the times of all sizes, relative to the line.
 
     The line minimises the sum of the squares of what is relative to each time: otherwise large sizes alone would count.
     Fewer than three sizes lie on a line anyway, and say nothing.
@@ -80,18 +92,10 @@ def off_the_line(case: Sequence[Measurement]) -> dict[str, float]:
     points = {m.implementation: (m.size, m.milliseconds) for m in case if m.size is not None}
     if len({size for size, _ in points.values()}) < 3 or min(time for _, time in points.values()) <= 0.0:
         return {}
-    weights = [1.0 / time**2 for _, time in points.values()]
-    total = sum(weights)
-    mean_size, mean_time = (
-        sum(w * value for w, value in zip(weights, values, strict=True)) / total
-        for values in zip(*points.values(), strict=True)
-    )
-    along = across = 0.0
-    for w, (size, time) in zip(weights, points.values(), strict=True):
-        along += w * (size - mean_size) ** 2
-        across += w * (size - mean_size) * (time - mean_time)
-    slope = across / along
-    return {name: time / (mean_time + slope * (size - mean_size)) - 1.0 for name, (size, time) in points.items()}
+    sizes, times = np.array(list(points.values())).T
+    slope, start = np.polyfit(sizes, times, 1, w=1.0 / times)
+    off = times / (start + slope * sizes) - 1.0
+    return dict(zip(points, off.tolist(), strict=True))
 
 
 def clauses(target: str) -> list[Clause]:
@@ -100,12 +104,8 @@ def clauses(target: str) -> list[Clause]:
 
 
 def _clause(text: str) -> Clause:
-    if text == "flat":
-        return Clause(text=text, quantity="flat", bound=FLAT)
-    if text == "no slower":
-        return Clause(text=text, quantity="no slower", bound=1.0)
-    if text == "linear":
-        return Clause(text=text, quantity="linear", bound=LINEAR)
+    if text in FIXED:
+        return Clause(text=text, quantity=text, bound=FIXED[text])
     match = CLAUSE.fullmatch(text)
     if match is None:
         raise ValueError(
@@ -115,7 +115,7 @@ def _clause(text: str) -> Clause:
         )
     return Clause(
         text=text,
-        quantity=match["error"] or match["ratio"] or match["unit"],  # type: ignore[arg-type]
+        quantity=match["error"] or match["ratio"] or match["unit"],
         bound=float(match["whole"]) if match["whole"] else 1 / int(match["part"]),
         other=match["other"] or "",
         is_aim=match["word"] == "aim",

@@ -14,14 +14,13 @@ from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.page import NO_PLOTLY, plotly_script, render
 from sigsoftmax.report.sections import reproduction, spectra
-from sigsoftmax.report.theme import Looks
 
 __all__ = ["ReportConfig", "WrittenReport", "paper_tables", "recorded_comparisons", "write_report"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """What to report on, and where to."""
+    """The records to report on, and the file to write."""
 
     paths: tuple[Path, ...]
     """files of records, or folders that are searched for ``*.jsonl``"""
@@ -41,7 +40,7 @@ class ReportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenReport:
-    """What was written, for whoever asked to say so."""
+    """The page that was written, and what to say about it."""
 
     path: Path
     records: int
@@ -75,7 +74,7 @@ def recorded_comparisons(paths: tuple[Path, ...]) -> list[Comparison]:
 def paper_tables(paths: tuple[Path, ...]) -> str:
     """The paper's tables beside ours, as text."""
     material = Material.of(load(paths))
-    looks = Looks([*material.published_heads(), *material.heads()])
+    looks = material.looks()
     tables = [*reproduction.tables(material, looks), *spectra.tables(material, looks)]
     if not tables:
         raise ValueError(

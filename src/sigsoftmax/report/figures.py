@@ -1,4 +1,4 @@
-"""A figure: traces for plotly, what may be switched in it, its words, its data as a table, and how it was made.
+"""A figure: traces for plotly, what may be switched in it, its words, its data as a table, and its origin.
 
 Colours in traces are references such as ``@s3`` or ``@ink/0.2`` that the page resolves for its theme. A trace is seen
 when all of its keys are on; legend entries, switches and choices turn keys on and off.
@@ -7,17 +7,39 @@ when all of its keys are on; legend entries, switches and choices turn keys on a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from sigsoftmax.records import Environment
 from sigsoftmax.report.markup import Child, Markup, join, plot_text, tag
 from sigsoftmax.report.provenance import made_by
 from sigsoftmax.report.tables import Table
-from sigsoftmax.report.theme import Look, swatch
+from sigsoftmax.report.theme import Look, Looks, swatch
 
-__all__ = ["Axis", "Choice", "Figure", "Switch", "Trace", "count_axis", "line", "numbers", "thinned", "threshold_line"]
+__all__ = [
+    "HEADS_AXIS",
+    "Axis",
+    "Choice",
+    "Figure",
+    "Switch",
+    "Trace",
+    "count_axis",
+    "dots",
+    "far_above",
+    "head_switches",
+    "line",
+    "numbers",
+    "thinned",
+    "threshold_line",
+]
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+FAR = 3.0
+"""A value that is this many times the median is not shown at first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +51,12 @@ class Axis:
     """whether the reader may change between linear and logarithmic"""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """further ones, in plotly's words"""
+
+
+HEADS_AXIS = Axis(
+    title="", can_switch=False, settings={"type": "category", "autorange": "reversed", "automargin": True}
+)
+"""heads below each other, the first on top"""
 
 
 @dataclass(frozen=True)
@@ -80,13 +108,16 @@ class Figure:
     """what replaces them on a narrow screen"""
 
     def to_json(self) -> dict[str, Any]:
-        """What the script on the page needs."""
+        """The part that the script on the page needs."""
+        axes = {
+            name: {"title": plot_text(axis.title), "log": axis.log, "settings": dict(axis.settings)}
+            for name, axis in (("x", self.x), ("y", self.y))
+        }
         return {
             "id": self.id,
             "title": plot_text(self.title),
             "traces": [{"data": dict(trace.data), "keys": list(trace.keys)} for trace in self.traces],
-            "x": _axis_json(self.x),
-            "y": _axis_json(self.y),
+            **axes,
             "height": self.height,
             "layout": dict(self.layout),
             "narrow": dict(self.narrow_layout),
@@ -131,21 +162,20 @@ class Figure:
         )
 
     def _controls(self) -> Markup:
-        legend = [_button(switch, "legend-entry") for switch in self.legend]
-        switches = [_button(switch, "switch") for switch in self.switches]
-        scales = [_scale_button(name, axis.log) for name, axis in (("x", self.x), ("y", self.y)) if axis.can_switch]
-        actions = [
-            tag("button", "Show all", type="button", class_="action", data_action="reset"),
-            tag("button", "Save SVG", type="button", class_="action", data_action="save"),
+        legend = [
+            _button(switch.label, switch.on, "legend-entry", switch.look, data_key=switch.key) for switch in self.legend
         ]
+        switches = [_button(switch.label, switch.on, data_key=switch.key) for switch in self.switches]
+        axes = [(name, axis) for name, axis in (("x", self.x), ("y", self.y)) if axis.can_switch]
+        actions = {"reset": "Show all", "save": "Save SVG"}
         return join(
             tag("div", legend, class_="legend", role="group", aria_label="Curves shown") if legend else None,
             tag(
                 "div",
                 [self._choice(choice, number) for number, choice in enumerate(self.choices)],
                 switches,
-                scales,
-                actions,
+                [_button(f"Log {name}", axis.log, data_scale=name) for name, axis in axes],
+                [tag("button", text, type="button", class_="action", data_action=key) for key, text in actions.items()],
                 class_="controls",
                 role="group",
                 aria_label="Settings of the plot",
@@ -160,19 +190,19 @@ class Figure:
         return tag("span", tag("label", choice.label, for_=f"{self.id}-choice-{number}"), select, class_="choice")
 
 
-def _button(switch: Switch, class_: str) -> Markup:
-    mark = swatch(switch.look) if switch.look else None
-    pressed = "true" if switch.on else "false"
-    return tag("button", mark, switch.label, type="button", class_=class_, data_key=switch.key, aria_pressed=pressed)
+def _button(text: str, is_on: bool, class_: str = "switch", look: Look | None = None, **data: str) -> Markup:
+    mark = swatch(look) if look else None
+    return tag("button", mark, text, type="button", class_=class_, **data, aria_pressed="true" if is_on else "false")
 
 
-def _scale_button(axis: str, log: bool) -> Markup:
-    pressed = "true" if log else "false"
-    return tag("button", f"Log {axis}", type="button", class_="switch", data_scale=axis, aria_pressed=pressed)
+def head_switches(heads: Iterable[str], looks: Looks, far: Collection[str] = ()) -> list[Switch]:
+    """The legend of heads; those that are far from the others are not shown at first."""
+    return [Switch(f"head:{head}", looks[head].label, head not in far, looks[head]) for head in heads]
 
 
-def _axis_json(axis: Axis) -> dict[str, Any]:
-    return {"title": plot_text(axis.title), "log": axis.log, "settings": dict(axis.settings)}
+def far_above(values: Mapping[K, float]) -> list[K]:
+    """Keys of values that are several times the median: beside them, the others would be one line or one dot."""
+    return [key for key, value in values.items() if not value <= FAR * statistics.median(values.values())]
 
 
 def count_axis(title: str, counts: Iterable[int]) -> Axis:
@@ -217,6 +247,21 @@ def line(
     return Trace({**data, **more}, keys)
 
 
+def dots(
+    x: Sequence[float | None], look: Look, marker: Mapping[str, Any], *, name: str, keys: tuple[str, ...], **more: Any
+) -> Trace:
+    """Values of a head, on the line that an axis of heads has for it."""
+    data = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": plot_text(name),
+        "x": numbers(x),
+        "y": [plot_text(look.label)] * len(x),
+        "marker": {**marker, "color": look.color},
+    }
+    return Trace({**data, **more}, keys)
+
+
 def threshold_line(x: Sequence[float], height: float, label: str, *, keys: tuple[str, ...] = ()) -> Trace:
     """A horizontal line with its name, as a trace: it keeps its place when an axis changes."""
     return line(
@@ -232,8 +277,8 @@ def threshold_line(x: Sequence[float], height: float, label: str, *, keys: tuple
     )
 
 
-def thinned(count: int, most: int) -> list[int]:
-    """At most about so many of the places 0 to count - 1: evenly spaced, with both ends."""
-    if count <= most:
-        return list(range(count))
-    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+def thinned(values: Sequence[T], most: int) -> list[T]:
+    """At most about so many of the values: evenly spaced, with both ends."""
+    last = len(values) - 1
+    places = range(last + 1) if last < most else sorted({round(i * last / (most - 1)) for i in range(most)})
+    return [values[place] for place in places]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from sigsoftmax.records import Environment, Payload, Record
+from sigsoftmax.records import Environment, Payload, Record, read
 
 __all__ = ["Entry", "Loaded", "find_files", "load"]
 
@@ -39,19 +39,16 @@ class Loaded:
 
     def take(self, payload_type: type[P]) -> list[Entry[P]]:
         """The payloads of a kind, in the order of the files; those that cannot be typed become warnings."""
-        first = payload_type.KIND not in self._taken
+        is_first = payload_type.KIND not in self._taken
         self._taken.add(payload_type.KIND)
         entries = []
         for record in self.records:
-            if record.kind != payload_type.KIND:
-                continue
             try:
-                payload = record.payload_as(payload_type)
+                if record.kind == payload_type.KIND:
+                    payload = record.payload_as(payload_type)
+                    entries.append(Entry(payload=payload, environment=record.environment, source=record.source))
             except (TypeError, ValueError) as error:
-                if first:
-                    self.warnings.append(str(error))
-                continue
-            entries.append(Entry(payload=payload, environment=record.environment, source=record.source))
+                self.warnings += [str(error)] * is_first
         return entries
 
     def left(self) -> list[Record]:
@@ -84,41 +81,19 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 def load(paths: Sequence[Path]) -> Loaded:
     """Read every record; whatever cannot be read becomes a warning that names file and line."""
     files = find_files(paths)
-    records: list[Record] = []
     warnings: list[str] = []
-    seen: set[str] = set()
-    repeated = 0
+    every: list[Record] = []
     for file in files:
-        for record in _records(file, warnings):
-            content = _content(record)
-            if content in seen:
-                repeated += 1
-                continue
-            seen.add(content)
-            records.append(record)
+        try:
+            every += read(file, malformed=warnings.append)
+        except OSError as error:
+            warnings.append(f"{file}: cannot be read: {error.strerror or error}")
+    unique: dict[str, Record] = {}
+    for record in every:
+        content = [record.kind, record.version, record.payload, vars(record.environment)]
+        unique.setdefault(json.dumps(content, sort_keys=True), record)
+    records = list(unique.values())
     if not records:
         detail = f"; the first problem: {warnings[0]}" if warnings else ""
         raise ValueError(f"no records in {', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}{detail}")
-    return Loaded(files=files, records=records, warnings=warnings, repeated=repeated)
-
-
-def _records(file: Path, warnings: list[str]) -> Iterable[Record]:
-    # Not records.read: its warnings go to Python's, and these belong in the page.
-    try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield Record.from_json(line, source=f"{file}:{number}")
-                except ValueError as error:
-                    warnings.append(str(error))
-                except RecursionError:
-                    warnings.append(f"{file}:{number}: not a record: nested too deeply")
-    except OSError as error:
-        warnings.append(f"{file}: cannot be read: {error.strerror or error}")
-
-
-def _content(record: Record) -> str:
-    environment: dict[str, Any] = vars(record.environment)
-    return json.dumps([record.kind, record.version, record.payload, environment], sort_keys=True)
+    return Loaded(files=files, records=records, warnings=warnings, repeated=len(every) - len(records))

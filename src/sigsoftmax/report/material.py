@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, get_args, get_type_hints
 
-from sigsoftmax.records.kinds import Measured
+from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.published.paper import CORPORA, HEADS
 from sigsoftmax.records.schemas.audits import Audit
 from sigsoftmax.records.schemas.capacity import CapacityResult
@@ -24,7 +24,7 @@ from sigsoftmax.records.schemas.training import (
 )
 from sigsoftmax.records.storing import not_covered_later
 from sigsoftmax.report.loading import Entry, Loaded
-from sigsoftmax.report.theme import same_head
+from sigsoftmax.report.theme import Looks, same_head
 
 __all__ = [
     "Material",
@@ -37,7 +37,8 @@ __all__ = [
     "setting_parts",
 ]
 
-M = TypeVar("M", bound=Measured)
+EVERY = {"spectra", "rank_bounds", "audits"}
+"""Records of these are all shown, whatever was measured again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,60 +60,36 @@ class Material:
 
     @classmethod
     def of(cls, loaded: Loaded) -> Material:
-        replaced = 0
+        # The fields say which payloads they hold: list[Entry[EpochRecord]].
+        hints = {name: get_args(hint) for name, hint in get_type_hints(cls).items()}
+        taken = {name: loaded.take(get_args(inner[0])[0]) for name, inner in hints.items() if inner}
+        found = {**taken, "epochs": _told_apart(taken["epochs"])}
+        for name in found.keys() - EVERY:
+            places = not_covered_later([(entry.payload, entry.environment) for entry in found[name]])
+            found[name] = [found[name][place] for place in places]
+        found["capacities"] = _best(found["capacities"])
+        replaced = sum(len(taken[name]) - len(found[name]) for name in taken)
+        return cls(**found, replaced=replaced)
 
-        def counting(entries: list[Entry[M]]) -> list[Entry[M]]:
-            """Those that no later measurement of the same thing covers."""
-            nonlocal replaced
-            places = not_covered_later([(entry.payload, entry.environment) for entry in entries])
-            replaced += len(entries) - len(places)
-            return [entries[place] for place in places]
-
-        def best(entries: list[Entry[CapacityResult]]) -> list[Entry[CapacityResult]]:
-            """The best fit of each, where a later one with less effort did not come as far."""
-            nonlocal replaced
-            found: dict[Hashable, Entry[CapacityResult]] = {}
-            for entry in entries:
-                known = found.setdefault(entry.payload.subject, entry)
-                if entry.payload.fitted_kl <= known.payload.fitted_kl:
-                    found[entry.payload.subject] = entry
-            replaced += len(entries) - len(found)
-            return [entry for entry in entries if found[entry.payload.subject] is entry]
-
-        return cls(
-            epochs=counting(_told_apart(loaded.take(EpochRecord))),
-            evaluations=counting(loaded.take(EvaluationRecord)),
-            dynamic_evaluations=counting(loaded.take(DynamicEvaluationRecord)),
-            comparisons=counting(loaded.take(ComparisonRecord)),
-            model_spectra=counting(loaded.take(ModelSpectrum)),
-            spectra=loaded.take(Spectrum),
-            rank_bounds=loaded.take(RankBounds),
-            audits=loaded.take(Audit),
-            capacities=best(counting(loaded.take(CapacityResult))),
-            measurements=counting(loaded.take(Measurement)),
-            trials=counting(loaded.take(TrialRecord)),
-            paired_differences=counting(loaded.take(PairedDifferenceRecord)),
-            replaced=replaced,
+    def looks(self, *others: str) -> Looks:
+        """The looks of all heads: those of the paper, which stand in its tables, others, and those of records."""
+        runs: tuple[Sequence[Entry[Any]], ...] = (
+            *(self.epochs, self.evaluations, self.dynamic_evaluations),
+            *(self.comparisons, self.model_spectra, self.trials),
         )
+        named = [entry.payload.run.head for entries in runs for entry in entries]
+        named += [entry.payload.head for entries in (self.capacities, self.rank_bounds) for entry in entries]
+        for audit in (entry.payload for entry in self.audits):
+            named += [audit.layer.head, *(head.head for head in (audit.target.heads if audit.target else ()))]
+        return Looks([*HEADS, *others, *filter(None, named)])
 
-    def heads(self) -> list[str]:
-        """Every head that is named somewhere."""
-        named = [epoch.payload.run.head for epoch in self.epochs]
-        named += [evaluation.payload.run.head for evaluation in self.evaluations]
-        named += [dynamic.payload.run.head for dynamic in self.dynamic_evaluations]
-        named += [comparison.payload.run.head for comparison in self.comparisons]
-        named += [spectrum.payload.run.head for spectrum in self.model_spectra]
-        named += [trial.payload.run.head for trial in self.trials]
-        named += [capacity.payload.head for capacity in self.capacities]
-        named += [bounds.payload.head for bounds in self.rank_bounds]
-        for audit in self.audits:
-            named.append(audit.payload.layer.head)
-            named += [head.head for head in audit.payload.target.heads] if audit.payload.target else []
-        return [head for head in named if head]
 
-    def published_heads(self) -> tuple[str, ...]:
-        """Those of the paper, which stand in its tables whether or not they were run again."""
-        return HEADS
+def _best(entries: Sequence[Entry[CapacityResult]]) -> list[Entry[CapacityResult]]:
+    """The best fit of each, where a later one with less effort did not come as far."""
+    # Of equal fits the later one counts.
+    in_order = sorted(enumerate(entries), key=lambda pair: (-pair[1].payload.fitted_kl, pair[0]))
+    best = {entry.payload.subject: place for place, entry in in_order}
+    return [entries[place] for place in sorted(best.values())]
 
 
 def _told_apart(entries: list[Entry[EpochRecord]]) -> list[Entry[EpochRecord]]:
@@ -122,25 +99,28 @@ def _told_apart(entries: list[Entry[EpochRecord]]) -> list[Entry[EpochRecord]]:
     heads must not be compared across them. A run that went on with the other recurrence has no epoch twice, but for
     those since its last checkpoint, and stays one run.
     """
-    epochs: dict[tuple[RunIdentity, bool], set[int]] = {}
-    for entry in entries:
-        epochs.setdefault((entry.payload.run, entry.payload.is_persistent), set()).add(entry.payload.epoch)
+    epochs = {
+        key: {entry.payload.epoch for entry in found}
+        for key, found in grouped(entries, lambda entry: (entry.payload.run, entry.payload.is_persistent)).items()
+    }
     both = {
         run
-        for run, is_persistent in epochs
-        if is_persistent and 2 * len(epochs[run, True] & epochs.get((run, False), set())) > len(epochs[run, True])
+        for (run, is_persistent), own in epochs.items()
+        if is_persistent and 2 * len(own & epochs.get((run, False), set())) > len(own)
     }
-    return [
-        replace(entry, payload=replace(entry.payload, run=replace(entry.payload.run, precision=precision)))
-        if entry.payload.is_persistent and entry.payload.run in both
-        else entry
-        for entry in entries
-        for precision in (f"{entry.payload.run.precision}, persistent recurrence",)
-    ]
+
+    def told(entry: Entry[EpochRecord]) -> Entry[EpochRecord]:
+        run = entry.payload.run
+        if run not in both or not entry.payload.is_persistent:
+            return entry
+        setting = replace(run, precision=f"{run.precision}, persistent recurrence")
+        return replace(entry, payload=replace(entry.payload, run=setting))
+
+    return [told(entry) for entry in entries]
 
 
 def run_label(run: RunIdentity) -> str:
-    """What a run is but for head and seed: recipe, what differs from it, precision."""
+    """A run but for head and seed: recipe, what differs from it, precision."""
     return ", ".join((run.recipe, *changes(run)))
 
 
@@ -156,23 +136,22 @@ def setting_parts(run: RunIdentity) -> tuple[str, ...]:
 
 
 def differing(descriptions: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Of each description the parts that not all of them have: what all have in common need not be said."""
+    """The parts of each description that not all have: what all have in common need not be said."""
     common = set.intersection(*map(set, descriptions)) if descriptions else set()
     return [tuple(part for part in parts if part not in common) for parts in descriptions]
 
 
 def setting_labels(runs: Sequence[RunIdentity]) -> list[str]:
-    """What tells runs of the same head apart, for each of them; empty where a head has one setting."""
+    """The settings that tell runs of the same head apart, for each of them; empty where a head has one setting."""
     labels = [""] * len(runs)
-    for head in {same_head(run.head) for run in runs}:
-        places = [place for place, run in enumerate(runs) if same_head(run.head) == head]
+    for places in grouped(range(len(runs)), lambda place: same_head(runs[place].head)).values():
         for place, parts in zip(places, differing([setting_parts(runs[place]) for place in places]), strict=True):
             labels[place] = ", ".join(parts)
     return labels
 
 
 def changes(run: RunIdentity) -> tuple[str, ...]:
-    """What differs from the named recipe in float32."""
+    """The changes to the named recipe in float32."""
     return (*run.overrides, *((run.precision,) if run.precision != "float32" else ()))
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 
 from sigsoftmax._version import __version__, install_extra
 from sigsoftmax.records import Record
+from sigsoftmax.records.grouping import grouped
 from sigsoftmax.report.loading import Loaded
 from sigsoftmax.report.markup import Markup, join, script_json, tag
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.provenance import origins
-from sigsoftmax.report.section import Absent, Section
+from sigsoftmax.report.provenance import Origin, origins
 from sigsoftmax.report.sections import (
     audits,
     benchmarks,
@@ -28,8 +27,9 @@ from sigsoftmax.report.sections import (
     sweeps,
     verdict,
 )
-from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table
-from sigsoftmax.report.theme import Looks, stylesheet_variables
+from sigsoftmax.report.sections.section import Absent, Section
+from sigsoftmax.report.tables import DASH, Cell, Column, Fields, Table
+from sigsoftmax.report.theme import stylesheet_variables
 
 __all__ = ["NO_PLOTLY", "plotly_script", "render"]
 
@@ -43,52 +43,25 @@ NO_PLOTLY = (
 def render(loaded: Loaded, *, title: str) -> str:
     """The whole page."""
     material = Material.of(loaded)
-    looks = Looks([*material.published_heads(), *material.heads()])
+    looks = material.looks()
     first = verdict.section(material, looks)
-    parts: list[Section | Absent] = [
-        reproduction.section(material, looks),
-        spectra.section(material, looks),
-        learning.section(material, looks),
-        comparison.section(material, looks),
-        sweeps.section(material, looks),
-        capacity.section(material, looks),
-        audits.section(material, looks),
-        benchmarks.section(material),
-    ]
+    shown = (reproduction, spectra, learning, comparison, sweeps, capacity, audits, benchmarks)
+    parts = [module.section(material, looks) for module in shown]
     if isinstance(parts[0], Absent):
         # Then the comparison is what the page is about.
         parts.sort(key=lambda part: not (isinstance(part, Section) and part.id == "comparison"))
-    sections = [part for part in parts if isinstance(part, Section)]
+    others = (_runs(loaded), *parts, _problems(loaded, material), _leftovers(loaded.left()))
+    sections = [part for part in others if isinstance(part, Section)]
     absent = [part for part in (first, *parts) if isinstance(part, Absent)]
-    sections += [section for section in (_problems(loaded, material), _leftovers(loaded.left())) if section]
-    sections.insert(0, _runs(loaded))
-    overview = _overview(sections)
-    opening = [first] if isinstance(first, Section) else []
+    figures = [figure.to_json() for section in sections for figure in section.figures]
     plotly = plotly_script()
-    shown = [section.to_html(has_plots=plotly is not None) for section in sections]
-    # What a page opens with comes before its contents, so that a narrow screen shows it first.
-    before: list[Markup | None] = [section.to_html() for section in opening] or [overview]
-    after = [overview, *shown] if opening else shown
-    scripts = [script for script in (plotly, _asset("page.js") if plotly else None) if script]
+    scripts = [plotly, _asset("page.js")] if plotly else []
     body = join(
         tag("a", "Skip to the content", href="#content", class_="skip"),
         _header(loaded, title),
-        tag(
-            "main",
-            tag(
-                "div",
-                tag("p", NO_PLOTLY, class_="warning", role="note") if plotly is None else None,
-                before,
-                class_="sections",
-            ),
-            _contents(opening, sections, absent, has_overview=overview is not None),
-            tag("div", after, class_="sections"),
-            id="content",
-            class_="columns",
-            tabindex=-1,
-        ),
+        _main(first if isinstance(first, Section) else None, sections, absent, has_plots=plotly is not None),
         _footer(),
-        _data(sections) if plotly else None,
+        tag("script", script_json(figures), type="application/json", id="figures") if plotly else None,
         [tag("script", Markup(script)) for script in scripts],
     )
     head = join(
@@ -103,6 +76,31 @@ def render(loaded: Loaded, *, title: str) -> str:
     )
     document = tag("html", tag("head", head), tag("body", body), lang="en", class_=None if plotly else "no-plots")
     return f"<!doctype html>\n{document}\n"
+
+
+def _main(opening: Section | None, sections: Sequence[Section], absent: Sequence[Absent], *, has_plots: bool) -> Markup:
+    overview = _overview(sections)
+    # What a page opens with comes before its contents, so that a narrow screen shows it first.
+    before = opening.to_html() if opening else overview
+    return tag(
+        "main",
+        tag(
+            "div",
+            None if has_plots else tag("p", NO_PLOTLY, class_="warning", role="note"),
+            before,
+            class_="sections",
+        ),
+        _contents(opening, sections, absent, has_overview=overview is not None),
+        tag(
+            "div",
+            overview if opening else None,
+            [section.to_html(has_plots=has_plots) for section in sections],
+            class_="sections",
+        ),
+        id="content",
+        class_="columns",
+        tabindex=-1,
+    )
 
 
 @cache
@@ -138,12 +136,9 @@ def _header(loaded: Loaded, title: str) -> Markup:
     times = sorted(record.environment.time_utc for record in loaded.records)
     days = dict.fromkeys((times[0][:10], times[-1][:10]))
     machines = {record.environment.device for record in loaded.records}
-    facts = (
-        (f"{len(loaded.records):,}", "record" if len(loaded.records) == 1 else "records"),
-        (f"{len(loaded.files):,}", "file" if len(loaded.files) == 1 else "files"),
-        (f"{len(machines):,}", "device" if len(machines) == 1 else "devices"),
-        (f" {DASH} ".join(days), "measured"),
-    )
+    counts = {"record": len(loaded.records), "file": len(loaded.files), "device": len(machines)}
+    facts = {name + "s" * (count != 1): f"{count:,}" for name, count in counts.items()}
+    facts["measured"] = f" {DASH} ".join(days)
     return tag(
         "header",
         tag(
@@ -162,28 +157,26 @@ def _header(loaded: Loaded, title: str) -> Markup:
             class_="bar",
         ),
         tag("h1", title),
-        tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for value, name in facts], class_="facts"),
+        tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items()], class_="facts"),
         class_="page-header",
     )
 
 
 def _contents(
-    opening: Sequence[Section], sections: Sequence[Section], absent: Sequence[Absent], *, has_overview: bool
+    opening: Section | None, sections: Sequence[Section], absent: Sequence[Absent], *, has_overview: bool
 ) -> Markup:
-    links = [(section.id, section.title) for section in opening]
-    links += [("overview", "In short")] if has_overview else []
-    links += [(section.id, section.title) for section in sections]
-    missing = [tag("li", part.title, tag("code", part.command)) for part in absent]
+    links = {opening.id: opening.title} if opening else {}
+    links |= {"overview": "In short"} if has_overview else {}
+    links |= {section.id: section.title for section in sections}
+    missing = (
+        tag("p", "No records of these; a command that makes some:", class_="nav-note"),
+        tag("ul", [tag("li", part.title, tag("code", part.command)) for part in absent], class_="absent"),
+    )
     return tag(
         "nav",
         tag("p", "Contents", class_="nav-title"),
-        tag("ol", [tag("li", tag("a", title, href=f"#{name}")) for name, title in links]),
-        (
-            tag("p", "No records of these; a command that makes some:", class_="nav-note"),
-            tag("ul", missing, class_="absent"),
-        )
-        if missing
-        else None,
+        tag("ol", [tag("li", tag("a", title, href=f"#{name}")) for name, title in links.items()]),
+        missing if absent else None,
         aria_label="Contents",
     )
 
@@ -211,14 +204,16 @@ def _overview(sections: Sequence[Section]) -> Markup | None:
 
 
 def _runs(loaded: Loaded) -> Section:
-    rows = [
-        Row((Cell(o.command, is_code=True), o.place, o.versions, o.when, f"{o.records:,}"))
-        for o in origins(record.environment for record in loaded.records)
-    ]
-    columns = [Column("Command", "words"), Column("Machine", "words"), Column("Versions", "words")]
-    columns += [Column("Date", "label"), Column("Records")]
+    fields: Fields[Origin] = {
+        Column("Command", "words"): lambda origin: Cell(origin.command, is_code=True),
+        Column("Machine", "words"): lambda origin: origin.place,
+        Column("Versions", "words"): lambda origin: origin.versions,
+        Column("Date", "label"): lambda origin: origin.when,
+        "Records": lambda origin: f"{origin.records:,}",
+    }
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in loaded.kinds().most_common())
     repeated = f" {loaded.repeated:,} records stood there more than once and count once." if loaded.repeated else ""
+    made = origins(record.environment for record in loaded.records)
     notes = [f"Records by kind: {kinds}.{repeated}"]
     return Section(
         id="runs",
@@ -226,64 +221,51 @@ def _runs(loaded: Loaded) -> Section:
         short="Runs",
         lead="Everything on this page is made from records of runs. Published numbers stand beside them and are marked "
         "as such.",
-        blocks=[Table(caption="Commands and machines", columns=columns, rows=rows, notes=notes)],
+        blocks=[Table.of(made, fields, caption="Commands and machines", notes=notes)],
         key_findings=0,
     )
 
 
 def _problems(loaded: Loaded, material: Material) -> Section | None:
-    """What could not be read or does not count, so that nothing is lost silently."""
-    shown = loaded.warnings[:WARNINGS_SHOWN]
-    lines = [tag("li", text) for text in shown]
-    if len(loaded.warnings) > len(shown):
-        lines.append(tag("li", f"and {len(loaded.warnings) - len(shown):,} more"))
-    findings = []
-    if material.replaced:
-        findings.append(
-            f"{material.replaced:,} records were measured again later, as the epochs of a resumed run; the last counts."
-        )
-    if not lines and not findings:
-        return None
+    """Lines that could not be read and records that do not count, so that nothing is lost silently."""
     count = len(loaded.warnings)
+    lines = loaded.warnings[:WARNINGS_SHOWN] + [f"and {count - WARNINGS_SHOWN:,} more"] * (count > WARNINGS_SHOWN)
+    again = f"{material.replaced:,} records were measured again later, as the epochs of a resumed run; the last counts."
+    if not lines and not material.replaced:
+        return None
     return Section(
         id="problems",
         title="Not shown above",
         short="Not shown",
         lead=f"{count:,} lines or records could not be read." if count else "Every line could be read.",
-        findings=findings,
-        blocks=[tag("ul", lines, class_="warnings")] if lines else [],
+        findings=[again] if material.replaced else [],
+        blocks=[tag("ul", [tag("li", text) for text in lines], class_="warnings")] if lines else [],
         key_findings=0,
     )
 
 
 def _leftovers(records: Sequence[Record]) -> Section | None:
-    if not records:
-        return None
-    counts = Counter((record.kind, record.version) for record in records)
-    rows = []
-    for (kind, version), count in counts.items():
-        sources = [record.source for record in records if (record.kind, record.version) == (kind, version)]
-        fields = sorted({key for r in records if (r.kind, r.version) == (kind, version) for key in r.payload})
-        rows.append(Row((kind, str(version), f"{count:,}", ", ".join(fields[:12]), sources[0])))
-    columns = [Column("Kind", "label"), Column("Version"), Column("Records")]
-    columns += [Column("Fields", "words"), Column("The first", "words")]
-    return Section(
+    fields: Fields[list[Record]] = {
+        Column("Kind", "label"): lambda same: same[0].kind,
+        "Version": lambda same: str(same[0].version),
+        "Records": lambda same: f"{len(same):,}",
+        Column("Fields", "words"): lambda same: ", ".join(sorted({key for r in same for key in r.payload})[:12]),
+        Column("The first", "words"): lambda same: same[0].source,
+    }
+    kinds = grouped(records, lambda record: (record.kind, record.version)).values()
+    section = Section(
         id="leftovers",
         title="Records of other kinds",
         short="Other kinds",
         lead=f"sigsoftmax {__version__} has no section for these; they are counted here so that nothing is lost.",
-        blocks=[Table(caption="Records that no section shows", columns=columns, rows=rows)],
+        blocks=[Table.of(kinds, fields, caption="Records that no section shows")],
         key_findings=0,
     )
-
-
-def _data(sections: Sequence[Section]) -> Markup:
-    figures = [figure.to_json() for section in sections for figure in section.figures]
-    return tag("script", script_json(figures), type="application/json", id="figures")
+    return section if records else None
 
 
 def _footer() -> Markup:
-    now = dt.datetime.now(dt.UTC).replace(microsecond=0).isoformat().replace("+00:00", "Z")
+    now = f"{dt.datetime.now(dt.UTC):%Y-%m-%dT%H:%M:%SZ}"
     return tag(
         "footer",
         tag("p", f"Made by sigsoftmax {__version__} on {now}. Plots: plotly.js, MIT licence, inlined."),

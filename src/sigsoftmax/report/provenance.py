@@ -1,4 +1,4 @@
-"""How and where things were made, in words."""
+"""The commands, machines and versions that things were made with, in words."""
 
 from __future__ import annotations
 

@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from sigsoftmax.records.schemas.sweeps import TrialRecord
+from sigsoftmax.records.schemas.training import ComparisonRecord
 from sigsoftmax.records.statistics import LEAST_SEEDS, SIGNIFICANCE, PairedDifference, Sample, perplexity
 from sigsoftmax.report.tables import (
     DASH,
     NO_BREAK,
-    Cell,
     Column,
-    Row,
+    Fields,
     Table,
+    head_cell,
     interval_text,
     range_text,
     sample_text,
@@ -27,9 +29,9 @@ from sigsoftmax.report.tables import (
     sentence,
     signed_text,
 )
-from sigsoftmax.report.theme import Looks, head_label, swatch
+from sigsoftmax.report.theme import Looks, head_label
 
-__all__ = ["BASELINE", "CONFIDENCE", "KL", "RankedHead", "Ranking", "named_cell", "nats_text", "percent_text"]
+__all__ = ["BASELINE", "CONFIDENCE", "KL", "RankedHead", "Ranking", "nats_text", "percent_text"]
 
 BASELINE = "softmax"
 CONFIDENCE = f"{100.0 * (1.0 - SIGNIFICANCE):g} %"
@@ -47,7 +49,7 @@ class RankedHead:
     losses: Mapping[int, float]
     """whose exp is the perplexity that is shown, in nats, by seed"""
     seconds: Mapping[int, float] = field(default_factory=dict)
-    """of training and validation, by seed, where they are on record"""
+    """duration of training and validation, by seed, where they are on record"""
     epochs: Mapping[int, int] = field(default_factory=dict)
     """by seed, where they are on record"""
     parameters: frozenset[int] = frozenset()
@@ -91,7 +93,7 @@ class Ranking:
     subject: tuple[str, ...]
     """text, recipe, changes, precision: what runs of another ranking may have otherwise"""
     updates: str = ""
-    """of a run, where they are on record"""
+    """number of updates of a run, where it is on record"""
     notes: tuple[str, ...] = ()
     """further notes under the table"""
 
@@ -99,6 +101,27 @@ class Ranking:
     def of(cls, heads: Sequence[RankedHead], **fields: object) -> Ranking:
         ordered = sorted(heads, key=lambda head: head.level.mean if head.is_finite else math.inf)
         return cls(heads=ordered, **fields)  # type: ignore[arg-type]
+
+    @classmethod
+    def of_tests(cls, heads: Mapping[str, Sequence[ComparisonRecord | TrialRecord]], **fields: object) -> Ranking:
+        """Test results of heads, by the distance to the truth wherever it is known for all."""
+        by_kl = all(record.kl is not None for records in heads.values() for record in records)
+        ranked = []
+        for head, records in heads.items():
+            runs = {record.run.seed: record for record in records}
+            losses = {seed: record.test_loss for seed, record in runs.items()}
+            kls = {seed: math.nan if record.kl is None else record.kl for seed, record in runs.items()}
+            ranked.append(
+                RankedHead(
+                    head=head,
+                    values=kls if by_kl else losses,
+                    losses=losses,
+                    seconds={seed: record.seconds for seed, record in runs.items()},
+                    epochs={seed: record.epochs for seed, record in runs.items()},
+                    parameters=frozenset(record.run.parameters for record in records),
+                )
+            )
+        return cls.of(ranked, quantity=KL if by_kl else "test loss", perplexity_of="test", **fields)
 
     @property
     def has_truth(self) -> bool:
@@ -110,14 +133,11 @@ class Ranking:
 
     @property
     def baseline(self) -> RankedHead | None:
-        return self.named(BASELINE)
-
-    def named(self, name: str) -> RankedHead | None:
-        return next((head for head in self.heads if head.head == name), None)
+        return next((head for head in self.heads if head.head == BASELINE), None)
 
     @property
     def can_resolve(self) -> bool:
-        """Whether any two heads have seeds enough in common for an interval."""
+        """Some two heads have seeds enough in common for an interval."""
         return self.most_pairs >= LEAST_SEEDS
 
     @property
@@ -128,7 +148,7 @@ class Ranking:
 
     @property
     def comparisons_made(self) -> int:
-        """How many heads one of them is compared with: intervals are widened so that they hold together."""
+        """The number of heads that one of them is compared with: intervals are widened so that they hold together."""
         return max(len(self.heads) - 1, 1)
 
     def difference(self, head: RankedHead, other: RankedHead) -> PairedDifference | None:
@@ -141,7 +161,7 @@ class Ranking:
 
     @cached_property
     def differences(self) -> dict[str, PairedDifference]:
-        """Of each head from softmax; none where softmax was not trained."""
+        """The difference of each head from softmax; none where softmax was not trained."""
         if self.baseline is None:
             return {}
         others = [head for head in self.heads if head is not self.baseline]
@@ -150,7 +170,7 @@ class Ranking:
 
     @property
     def extent(self) -> str:
-        """How long the runs are, and how many seeds there are."""
+        """The length of the runs, and the number of seeds."""
         epochs = [epoch for head in self.heads for epoch in head.epochs.values()]
         length = f"{range_text(epochs)} epochs, " if epochs else ""
         return f"{length}{len(self.seeds)} seed{'s' if len(self.seeds) > 1 else ''}"
@@ -165,63 +185,59 @@ class Ranking:
 
     def table(self, looks: Looks | None = None) -> Table:
         """The heads, the best first; with looks, each has its swatch on a page."""
-        has_intervals = any(difference.interval for difference in self.differences.values())
-        counts = [len(head.values) for head in self.heads]
-        columns = [Column("Output function", "label")]
-        # Where all have as many the caption says so, and the table is the narrower.
-        columns += [Column("Seeds")] if len(set(counts)) > 1 else []
+        against = self.differences
+        has_intervals = any(difference.interval for difference in against.values())
+        is_level = len({len(head.values) for head in self.heads}) == 1
         title = f"{KL} (nats)" if self.has_truth else f"{sentence(self.perplexity_of)} perplexity"
-        columns.append(Column(title, "interval"))
-        if self.differences:
-            columns += [Column("Nats", "interval", AGAINST), Column("Perplexity", group=AGAINST)]
+        resolved = {True: "yes", False: "no", None: DASH}
+        fields: Fields[RankedHead] = {
+            Column("Output function", "label"): lambda head: head_cell(head.head, looks),
+            # Where all have as many the caption says so, and the table is the narrower.
+            **({} if is_level else {"Seeds": lambda head: str(len(head.values))}),
+            Column(title, "interval"): lambda head: (
+                _level_text(head.level, 4) if self.has_truth else _level_text(head.perplexities, 2)
+            ),
+        }
+        if against:
+            fields[Column("Nats", "interval", AGAINST)] = lambda head: nats_text(against.get(head.head))
+            fields[Column("Perplexity", group=AGAINST)] = lambda head: percent_text(against.get(head.head))
         if has_intervals:
-            columns.append(Column("Resolved", "label", AGAINST))
-        columns += [Column("Time"), Column("Parameters")]
-        rows = []
-        for head in self.heads:
-            cells: list[Cell | str] = [named_cell(head.head, looks)]
-            cells += [str(len(head.values))] if len(set(counts)) > 1 else []
-            cells.append(_level_text(head.level, 4) if self.has_truth else _level_text(head.perplexities, 2))
-            difference = self.differences.get(head.head)
-            if self.differences:
-                cells += [nats_text(difference), percent_text(difference)]
-            if has_intervals:
-                resolved = None if difference is None else difference.is_resolved
-                cells.append({True: "yes", False: "no", None: DASH}[resolved])
-            rows.append(Row([*cells, seconds_text(head.mean_seconds), range_text(head.parameters)]))
-        return Table(caption=self.caption, columns=columns, rows=rows, notes=[*self._notes(has_intervals), *self.notes])
+            fields[Column("Resolved", "label", AGAINST)] = lambda head: resolved[
+                against[head.head].is_resolved if head.head in against else None
+            ]
+        fields[Column("Time")] = lambda head: seconds_text(head.mean_seconds)
+        fields[Column("Parameters")] = lambda head: range_text(head.parameters)
+        notes = [*self._notes(has_intervals), *self.notes]
+        return Table.of(self.heads, fields, caption=self.caption, notes=notes)
 
     def _notes(self, has_intervals: bool) -> list[str]:
-        notes = []
-        if any(head.level.interval() for head in self.heads):
-            notes.append(
-                f"In brackets: Student's {CONFIDENCE} interval of the mean over seeds. Such intervals may overlap "
-                "where differences, which are taken seed by seed, are resolved."
-            )
-        if any(len(head.values) > 1 and not head.level.interval() for head in self.heads):
-            notes.append("±: standard deviation over seeds.")
-        if self.differences:
-            notes.append(
-                f"Against softmax: mean over pairs of the same seed of the {self.quantity} less that of softmax, "
-                "and what it is in percent of perplexity. Below zero is better than softmax."
-            )
-        if has_intervals:
-            together = f", widened so that all {self.comparisons_made} hold together" if len(self.heads) > 2 else ""
-            notes.append(
-                f"The interval of a difference is Student's, {CONFIDENCE}{together}. Resolved: it leaves out zero."
-            )
-        if any(len(head.values) < len(self.seeds) for head in self.heads):
-            notes.append("The heads have different seeds; a difference is over those that both have.")
-        if any(head.seconds for head in self.heads):
-            notes.append("Time: training and validation of a run, as measured beside whatever else the machine did.")
-        return notes
+        together = f", widened so that all {self.comparisons_made} hold together" if len(self.heads) > 2 else ""
+        intervals = (
+            f"In brackets: Student's {CONFIDENCE} interval of the mean over seeds. Such intervals may overlap where "
+            "differences, which are taken seed by seed, are resolved."
+        )
+        against = (
+            f"Against softmax: mean over pairs of the same seed of the {self.quantity} less that of softmax, and what "
+            "it is in percent of perplexity. Below zero is better than softmax."
+        )
+        width = f"The interval of a difference is Student's, {CONFIDENCE}{together}. Resolved: it leaves out zero."
+        seeds = "The heads have different seeds; a difference is over those that both have."
+        time = "Time: training and validation of a run, as measured beside whatever else the machine did."
+        notes = (
+            (intervals, any(head.level.interval() for head in self.heads)),
+            (
+                "±: standard deviation over seeds.",
+                any(len(head.values) > 1 and not head.level.interval() for head in self.heads),
+            ),
+            (against, bool(self.differences)),
+            (width, has_intervals),
+            (seeds, any(len(head.values) < len(self.seeds) for head in self.heads)),
+            (time, any(head.seconds for head in self.heads)),
+        )
+        return [note for note, holds in notes if holds]
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
-
-
-def named_cell(head: str, looks: Looks | None) -> Cell | str:
-    return head_label(head) if looks is None else Cell(looks[head].label, swatch(looks[head]))
 
 
 def _level_text(sample: Sample, decimals: int) -> str:

@@ -1,5 +1,5 @@
 """Tables: one description, as HTML for the page, as text for the terminal and as Markdown for the documentation; and
-how numbers are written.
+the way numbers are written.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ import html
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.statistics import Sample
 from sigsoftmax.report.markup import Child, Markup, join, tag
+from sigsoftmax.report.theme import Look, Looks, head_label, swatch
 
 __all__ = [
     "DASH",
@@ -23,14 +24,16 @@ __all__ = [
     "TIMES",
     "Cell",
     "Column",
+    "Fields",
     "Row",
     "Table",
     "count_text",
+    "head_cell",
     "interval_text",
     "listed",
+    "look_cell",
     "number_text",
     "plain_text",
-    "power_text",
     "range_text",
     "sample_text",
     "seconds_text",
@@ -38,6 +41,8 @@ __all__ = [
     "signed_text",
     "size_text",
 ]
+
+T = TypeVar("T")
 
 DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
 NO_BREAK = "\u00a0"
@@ -52,8 +57,15 @@ class Cell:
     text: str
     before: Markup | None = None
     """as the swatch of a head"""
-    class_: str | None = None
+    class_: str = ""
     is_code: bool = False
+
+    @property
+    def content(self) -> Markup:
+        return join(self.before, tag("code", self.text) if self.is_code else self.text)
+
+    def classes(self, kind: str) -> str:
+        return f"{kind} {self.class_}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,14 @@ class Column:
     group: str = ""
     """a heading over neighbouring columns that share it"""
 
+    @property
+    def is_number(self) -> bool:
+        return self.kind in ("number", "interval")
+
+
+Fields = dict[str | Column, Callable[[T], Cell | str]]
+"""The columns of a table, each with the cell that it has for an item; a title alone is a column of numbers."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -75,6 +95,15 @@ class Row:
     @property
     def is_heading(self) -> bool:
         return len(self.cells) == 1
+
+    @property
+    def full_cells(self) -> list[Cell]:
+        return [cell if isinstance(cell, Cell) else Cell(cell) for cell in self.cells]
+
+    @property
+    def texts(self) -> list[str]:
+        """The cells as a terminal shows them."""
+        return [cell.text.replace(NO_BREAK, " ") for cell in self.full_cells]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +118,21 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             assert row.is_heading or len(row.cells) == len(self.columns), (self.caption, row.cells)
+
+    @classmethod
+    def of(
+        cls,
+        items: Iterable[T],
+        fields: Fields[T],
+        *,
+        caption: str,
+        notes: Sequence[Child] = (),
+        has_heading: bool = False,
+    ) -> Table:
+        """A row for each item, with the cells that its fields have in it."""
+        columns = [title if isinstance(title, Column) else Column(title) for title in fields]
+        rows = [Row([cell(item) for cell in fields.values()]) for item in items]
+        return cls(caption=caption, columns=columns, rows=rows, notes=notes, has_heading=has_heading)
 
     def to_html(self) -> Markup:
         table = tag(
@@ -125,55 +169,44 @@ class Table:
         return [tag("tbody", rows) for rows in bodies]
 
     def _row(self, row: Row) -> Markup:
+        first, *others = row.full_cells
         if row.is_heading:
-            (only,) = row.cells
-            only = only if isinstance(only, Cell) else Cell(only)
-            content = join(only.before, only.text)
-            return tag("tr", tag("th", content, colspan=len(self.columns), scope="rowgroup"), class_="group-heading")
-        cells = []
-        for place, (cell, column) in enumerate(zip(row.cells, self.columns, strict=True)):
-            cell = cell if isinstance(cell, Cell) else Cell(cell)
-            classes = f"{column.kind} {cell.class_}" if cell.class_ else column.kind
-            content = join(cell.before, tag("code", cell.text) if cell.is_code else cell.text)
-            cells.append(
-                tag("td", content, class_=classes) if place else tag("th", content, scope="row", class_=classes)
-            )
-        return tag("tr", cells, class_=row.class_)
+            heading = tag("th", first.before, first.text, colspan=len(self.columns), scope="rowgroup")
+            return tag("tr", heading, class_="group-heading")
+        kinds = [column.kind for column in self.columns]
+        cells = [
+            tag("td", cell.content, class_=cell.classes(kind)) for cell, kind in zip(others, kinds[1:], strict=True)
+        ]
+        header = tag("th", first.content, scope="row", class_=first.classes(kinds[0]))
+        return tag("tr", header, cells, class_=row.class_)
 
     def to_text(self) -> str:
-        lines = [[column.title for column in self.columns]]
         indent = "  " if any(row.is_heading for row in self.rows) else ""
-        for row in self.rows:
-            texts = [cell if isinstance(cell, str) else cell.text for cell in row.cells]
-            texts = [text.replace(NO_BREAK, " ") for text in texts]
-            lines.append(texts if row.is_heading else [indent + texts[0], *texts[1:]])
-        full = [line for line in lines if len(line) == len(self.columns)]
-        sizes = [max(len(line[place]) for line in full) for place in range(len(self.columns))]
+        cells = [row.texts for row in self.rows if not row.is_heading]
+        full = [[column.title for column in self.columns], *([indent + line[0], *line[1:]] for line in cells)]
+        sizes = [max(map(len, cells)) for cells in zip(*full, strict=True)]
         groups = self._widened_groups(sizes)
-        written = [
+        padded = iter(
             "  ".join(
-                text.rjust(size) if column.kind in ("number", "interval") else text.ljust(size)
-                # A heading has one text and no columns.
-                for text, size, column in zip(line, sizes, self.columns, strict=False)
+                text.rjust(size) if column.is_number else text.ljust(size)
+                for text, size, column in zip(line, sizes, self.columns, strict=True)
             ).rstrip()
-            for line in lines
-        ]
-        rule = "-" * max(map(len, [*written, *groups]))
-        notes = [plain_text(note) for note in self.notes]
-        return "\n".join([self.caption, rule, *groups, written[0], rule, *written[1:], rule, *notes])
+            for line in full
+        )
+        titles = next(padded)
+        written = [row.texts[0] if row.is_heading else next(padded) for row in self.rows]
+        rule = "-" * max(map(len, [titles, *written, *groups]))
+        return "\n".join([self.caption, rule, *groups, titles, rule, *written, rule, *map(plain_text, self.notes)])
 
     def to_markdown(self, *, has_notes: bool = True) -> str:
         """The table, and its notes; a heading over columns stands before their titles, one over rows in bold."""
         titles = [f"{c.group}: {c.title.lower()}" if c.group else c.title for c in self.columns]
-        rule = ["---:" if column.kind in ("number", "interval") else "---" for column in self.columns]
-        lines = [titles, rule]
+        lines = [titles, ["---:" if column.is_number else "---" for column in self.columns]]
         for row in self.rows:
-            texts = [cell if isinstance(cell, str) else cell.text for cell in row.cells]
-            texts = [text.replace(NO_BREAK, " ").replace("|", "\\|") for text in texts]
+            texts = [text.replace("|", "\\|") for text in row.texts]
             lines.append([f"**{texts[0]}**", *[""] * (len(titles) - 1)] if row.is_heading else texts)
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        notes = self.notes if has_notes else ()
-        return "\n".join([table, *(f"{plain_text(note)}\n" for note in notes)])
+        return "\n".join([table, *(f"{plain_text(note)}\n" for note in self.notes if has_notes)])
 
     def _widened_groups(self, sizes: list[int]) -> list[str]:
         """The line of headings over columns, if there are any; ``sizes`` grow where a heading is wider than its own."""
@@ -188,6 +221,15 @@ class Table:
             shown = f" {name} " if name and len(name) + 2 <= width else name
             parts.append(shown.center(width, "-" if name else " "))
         return ["  ".join(parts).rstrip()]
+
+
+def head_cell(head: str, looks: Looks | None) -> Cell:
+    """The name of a head; with looks, its swatch stands before it on a page."""
+    return Cell(head_label(head)) if looks is None else look_cell(looks[head])
+
+
+def look_cell(look: Look) -> Cell:
+    return Cell(look.label, swatch(look))
 
 
 def plain_text(child: Child) -> str:
@@ -210,21 +252,18 @@ def number_text(value: float | None, digits: int = 4) -> str:
         return "0"
     if abs(value) >= 1e5 or abs(value) < 1e-4:
         mantissa, _, exponent = f"{value:.{max(digits - 2, 1)}e}".partition("e")
-        return f"{mantissa} {TIMES} {power_text(int(exponent))}".replace("-", MINUS)
+        return f"{mantissa} {TIMES} 10{str(int(exponent)).translate(SUPERSCRIPTS)}".replace("-", MINUS)
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}".replace("-", MINUS)
 
 
 def sample_text(sample: Sample | None, decimals: int = 2) -> str:
     """Mean and standard deviation; large means without decimals."""
-    if sample is None:
-        return DASH
-    if not math.isfinite(sample.mean) or sample.mean >= 1e5:
-        return number_text(sample.mean)
-    decimals = decimals if sample.mean < 1e3 else 0
-    if sample.deviation is None or not math.isfinite(sample.deviation):
-        return f"{sample.mean:,.{decimals}f}"
-    return f"{sample.mean:,.{decimals}f} ± {sample.deviation:,.{decimals}f}"
+    if sample is None or not -math.inf < sample.mean < 1e5:
+        return number_text(None if sample is None else sample.mean)
+    form = f",.{decimals if sample.mean < 1e3 else 0}f"
+    is_known = sample.deviation is not None and math.isfinite(sample.deviation)
+    return format(sample.mean, form) + (f" ± {format(sample.deviation, form)}" if is_known else "")
 
 
 def interval_text(ends: tuple[float, float], form: str) -> str:
@@ -237,10 +276,6 @@ def listed(items: Sequence[str], most: int = 8) -> str:
     """With semicolons between; of many, how many more there are."""
     shown = list(items) if len(items) <= most else [*items[: most - 1], f"and {len(items) - most + 1} more"]
     return "; ".join(shown)
-
-
-def power_text(exponent: int) -> str:
-    return "10" + str(exponent).translate(SUPERSCRIPTS)
 
 
 def signed_text(value: float, form: str = ".2f") -> str:

@@ -1,4 +1,4 @@
-"""Colours, once for the page and its plots, in a light and a dark form; and which head looks how, everywhere.
+"""Colours, once for the page and its plots, in a light and a dark form; and the look of every head, everywhere.
 
 The hues are Okabe and Ito's and Tol's, which people with any colour vision can tell apart, made darker or lighter until
 they stand out from their background. Lines differ in dash and marker too.
@@ -12,69 +12,44 @@ from dataclasses import dataclass
 
 from sigsoftmax.report.markup import Markup, tag
 
-__all__ = ["DARK", "LIGHT", "TRUTH", "Look", "Looks", "head_label", "same_head", "stylesheet_variables", "swatch"]
+__all__ = ["DARK", "LIGHT", "Look", "Looks", "head_label", "same_head", "stylesheet_variables", "swatch"]
 
-LIGHT = {
-    "page": "#fbfaf7",
-    "card": "#ffffff",
-    "sunken": "#f3f1eb",
-    "ink": "#1d2126",
-    "soft-ink": "#5a6069",
-    "line": "#dedbd2",
-    "grid": "#e9e7e0",
-    "accent": "#0b5cad",
-    "accent-ink": "#ffffff",
-    "good": "#0b6e4f",
-    "bad": "#a8321a",
-    "caution": "#7d5800",
-    "caution-page": "#fdf3dc",
-    "target": "#c4450c",
-    "s0": "#1d2126",
-    "s1": "#c17a00",
-    "s2": "#b8568f",
-    "s3": "#2b8cc4",
-    "s4": "#0059a3",
-    "s5": "#00875f",
-    "s6": "#c4450c",
-    "s7": "#5b3fb0",
-    "s8": "#7c7a1c",
-    "s9": "#8a1f52",
-    "s10": "#757b84",
-    "s11": "#6d4c2f",
+COLORS = {
+    "page": ("#fbfaf7", "#14171b"),
+    "card": ("#ffffff", "#1b1f25"),
+    "sunken": ("#f3f1eb", "#22272e"),
+    "ink": ("#1d2126", "#eceae4"),
+    "soft-ink": ("#5a6069", "#a9b0ba"),
+    "line": ("#dedbd2", "#353b44"),
+    "grid": ("#e9e7e0", "#2b3038"),
+    "accent": ("#0b5cad", "#7db8f5"),
+    "accent-ink": ("#ffffff", "#10131a"),
+    "good": ("#0b6e4f", "#5fd3a8"),
+    "bad": ("#a8321a", "#ff9a80"),
+    "caution": ("#7d5800", "#f0c461"),
+    "caution-page": ("#fdf3dc", "#2e2818"),
+    "target": ("#c4450c", "#ff8a5c"),
+    "s0": ("#1d2126", "#f1efe9"),
+    "s1": ("#c17a00", "#f0ab2e"),
+    "s2": ("#b8568f", "#e592c2"),
+    "s3": ("#2b8cc4", "#72c4f2"),
+    "s4": ("#0059a3", "#5b9ff0"),
+    "s5": ("#00875f", "#2fc493"),
+    "s6": ("#c4450c", "#ff7d47"),
+    "s7": ("#5b3fb0", "#a894f2"),
+    "s8": ("#7c7a1c", "#cfcb5c"),
+    "s9": ("#8a1f52", "#e0658f"),
+    "s10": ("#757b84", "#98a0ab"),
+    "s11": ("#6d4c2f", "#c9a27c"),
 }
-DARK = {
-    "page": "#14171b",
-    "card": "#1b1f25",
-    "sunken": "#22272e",
-    "ink": "#eceae4",
-    "soft-ink": "#a9b0ba",
-    "line": "#353b44",
-    "grid": "#2b3038",
-    "accent": "#7db8f5",
-    "accent-ink": "#10131a",
-    "good": "#5fd3a8",
-    "bad": "#ff9a80",
-    "caution": "#f0c461",
-    "caution-page": "#2e2818",
-    "target": "#ff8a5c",
-    "s0": "#f1efe9",
-    "s1": "#f0ab2e",
-    "s2": "#e592c2",
-    "s3": "#72c4f2",
-    "s4": "#5b9ff0",
-    "s5": "#2fc493",
-    "s6": "#ff7d47",
-    "s7": "#a894f2",
-    "s8": "#cfcb5c",
-    "s9": "#e0658f",
-    "s10": "#98a0ab",
-    "s11": "#c9a27c",
-}
+"""in the light theme, in the dark theme"""
+LIGHT, DARK = ({name: both[theme] for name, both in COLORS.items()} for theme in (0, 1))
 
 SLOTS = 12
-# Which colours the members take, by what stands before the bracket; the second and later of a kind take the next.
+# The colours that members take, by what stands before the bracket; the second and later of a kind take the next.
 PREFERRED = {
-    "softmax": (0, 10),
+    "softmax": (0,),
+    "scaled softmax": (10,),
     "sigsoftmax": (1,),
     "shifted_sigsoftmax": (2,),
     "gss": (3, 4),
@@ -94,7 +69,7 @@ LABELS = {"mos": "MoS", "moss": "MoSS", "relu": "ReLU"}
 
 @dataclass(frozen=True)
 class Look:
-    """How a head appears in every figure and table."""
+    """The appearance of a head in every figure and table."""
 
     label: str
     slot: int
@@ -109,9 +84,6 @@ class Look:
     @property
     def symbol(self) -> str:
         return SYMBOLS[self.slot % len(SYMBOLS)]
-
-
-TRUTH = Look("the truth", 10, "dot", 2.2)
 
 
 def same_head(name: str) -> str:
@@ -134,13 +106,9 @@ class Looks:
         used: list[tuple[int, str]] = []
         self._looks: dict[str, Look] = {}
         for name in names:
-            base = name.partition("(")[0]
-            slots = PREFERRED.get(base) or tuple(s for s in range(SLOTS) if s not in {s for s, _ in used}) or (11,)
-            if name == "softmax":
-                slots = (0,)
-            elif base == "softmax":
-                slots = (10,)
-            choices = [(slot, dash) for dash in DASHES for slot in slots]
+            key = "scaled softmax" if name.startswith("softmax(") else name.partition("(")[0]
+            free = [slot for slot in range(SLOTS) if slot not in {slot for slot, _ in used}]
+            choices = [(slot, dash) for dash in DASHES for slot in PREFERRED.get(key) or free or (11,)]
             slot, dash = next((choice for choice in choices if choice not in used), choices[-1])
             used.append((slot, dash))
             # softmax is broad, so that what lies on it can be seen.

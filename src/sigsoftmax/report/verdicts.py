@@ -1,4 +1,4 @@
-"""Which head a ranking speaks for, in sentences that go as far as its records and no further.
+"""The head that a ranking speaks for, in sentences that go as far as its records and no further.
 
 The first sentence is the answer. Each sentence after it says one thing that bounds it: too few seeds, heads that the
 seeds do not tell apart, the control for scale or the want of one, runs of different lengths, a head that came to no
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.statistics import PairedDifference
 from sigsoftmax.report.rankings import BASELINE, RankedHead, Ranking, percent_text
 from sigsoftmax.report.tables import NO_BREAK, interval_text, range_text, seconds_text
@@ -33,14 +34,9 @@ def verdict(ranking: Ranking) -> list[str]:
 
 
 def _is_lower(ranking: Ranking, head: RankedHead, other: RankedHead) -> bool:
-    """Whether the seeds resolve that a head lies below another."""
+    """The seeds resolve that a head lies below another."""
     difference = ranking.difference(head, other)
     return difference is not None and bool(difference.is_resolved) and difference.mean < 0.0
-
-
-def _better_than_softmax(ranking: Ranking) -> list[RankedHead]:
-    baseline = ranking.baseline
-    return [] if baseline is None else [head for head in ranking.heads if _is_lower(ranking, head, baseline)]
 
 
 def _leaders(ranking: Ranking) -> list[RankedHead]:
@@ -56,7 +52,7 @@ def _recommended(ranking: Ranking) -> list[RankedHead]:
     leaders, baseline = _leaders(ranking), ranking.baseline
     if baseline is None:
         return leaders
-    better = _better_than_softmax(ranking)
+    better = [head for head in ranking.heads if _is_lower(ranking, head, baseline)]
     return [head for head in leaders if head in better] or better or [baseline]
 
 
@@ -91,18 +87,16 @@ def _answer(ranking: Ranking) -> str:
 
 
 def _ahead(ranking: Ranking) -> str:
-    """How far the best lies from softmax, or from the next where it is softmax."""
+    """The distance of the best from softmax, or from the next where it is softmax."""
     best, baseline = ranking.heads[0], ranking.baseline
-    other = baseline if baseline not in (None, best) else ranking.heads[1]
-    assert other is not None
+    other = ranking.heads[1] if baseline is None or baseline is best else baseline
     difference = ranking.difference(best, other)
     if not other.is_finite:
         return f"{other.label} came to no finite number"
     if difference is None:
         return f"no seed is common to it and {other.label}"
-    share = ""
-    if ranking.has_truth and other.level.mean > 0.0:
-        share = f", {100.0 * abs(difference.mean) / other.level.mean:.1f} % of its KL"
+    has_share = ranking.has_truth and other.level.mean > 0.0
+    share = f", {100.0 * abs(difference.mean) / other.level.mean:.1f} % of its KL" if has_share else ""
     return _effect(difference, other, share)
 
 
@@ -134,9 +128,8 @@ def _not_told_apart(ranking: Ranking) -> str | None:
 
 def _scale(ranking: Ranking) -> str | None:
     """sigsoftmax has a slope between 1 and 2: what a softmax of scaled logits reaches too is no merit of its shape."""
-    controls = [head for head in ranking.heads if head.is_scale_control and head.is_finite]
-    baseline = ranking.baseline if ranking.baseline is not None and ranking.baseline.is_finite else None
-    others = [head for head in ranking.heads if head.head != BASELINE and not head.is_scale_control and head.is_finite]
+    kinds = grouped(ranking.heads, lambda head: head.is_finite and (head.head == BASELINE, head.is_scale_control))
+    softmax, controls, others = (kinds.get(kind, []) for kind in ((True, False), (False, True), (False, False)))
     if not others:
         return None
     if not controls:
@@ -145,15 +138,11 @@ def _scale(ranking: Ranking) -> str | None:
             "not known."
         )
     control = controls[0]
-    # The best of the others, and sigsoftmax, for which the control was thought of.
-    compared = [head for head in others if head is others[0] or head.head == "sigsoftmax"]
-    parts = []
-    if baseline is not None and (against := ranking.difference(control, baseline)) is not None:
-        parts.append(f"{control.label} is {_effect(against, baseline)}")
-    for head in compared:
-        difference = ranking.difference(head, control)
-        if difference is not None:
-            parts.append(f"{head.label} is {_effect(difference, control)}")
+    # The control beside softmax; beside it the best of the others, and sigsoftmax, for which it was thought of.
+    pairs = [(control, head) for head in softmax]
+    pairs += [(head, control) for head in others if head is others[0] or head.head == "sigsoftmax"]
+    judged = [(head, other, ranking.difference(head, other)) for head, other in pairs]
+    parts = [f"{head.label} is {_effect(found, other)}" for head, other, found in judged if found is not None]
     if not parts:
         return f"The control for scale is {control.label}; it has no seed in common with the other heads."
     return f"The control for scale: {'; '.join(parts)}."
@@ -182,18 +171,16 @@ def _price(ranking: Ranking) -> str | None:
     named = [head for head in (_recommended(ranking) or ranking.heads[:1]) if head is not baseline]
     if baseline is None or not named:
         return None
-    parts = []
-    for head in named:
-        facts = []
-        if head.parameters:
-            facts.append(f"{range_text(head.parameters)} parameters")
-        if head.mean_seconds is not None:
-            facts.append(f"{seconds_text(head.mean_seconds)} a run")
-        if facts:
-            parts.append(f"{head.label} {' and '.join(facts)}")
-    own = [f"{range_text(baseline.parameters)}"] if baseline.parameters else []
-    own += [seconds_text(baseline.mean_seconds)] if baseline.mean_seconds is not None else []
+    facts = {head.label: " and ".join(_price_of(head, " parameters", " a run")) for head in named}
+    parts = [f"{label} {price}" for label, price in facts.items() if price]
+    own = _price_of(baseline)
     return f"The price: {'; '.join(parts)}, against softmax's {' and '.join(own)}." if parts and own else None
+
+
+def _price_of(head: RankedHead, numbers: str = "", time: str = "") -> list[str]:
+    """Parameters and time of a head, with their units, as far as they are on record."""
+    price = [f"{range_text(head.parameters)}{numbers}"] if head.parameters else []
+    return price + ([f"{seconds_text(head.mean_seconds)}{time}"] if head.mean_seconds is not None else [])
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

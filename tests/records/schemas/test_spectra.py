@@ -29,7 +29,7 @@ def test_thresholds_are_those_of_the_paper_and_of_numpy():
 def test_counts_are_refused_below_the_floor():
     found = made(value_error=1e-7)
     assert found.noise_floor == 2e-7
-    assert found.rank(2e-7) == found.noise_rank == 3
+    assert found.rank(2e-7) == found.count("noise").rank == 3
     with pytest.raises(BelowNoiseFloor, match=r"threshold 1e-07 would count noise: the noise floor .* 2e-07"):
         found.rank(1e-7)
     assert {count.rule: count.rank for count in found.ranks()} == {

@@ -9,10 +9,8 @@ from sigsoftmax.records import Payload, Record, append
 from sigsoftmax.report.figures import Figure
 from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.section import Section
-from sigsoftmax.report.sections import benchmarks
+from sigsoftmax.report.sections.section import Section
 from sigsoftmax.report.tables import Table
-from sigsoftmax.report.theme import Looks
 
 
 def material_of(payloads: Sequence[Payload], tmp_path: Path) -> Material:
@@ -23,8 +21,7 @@ def material_of(payloads: Sequence[Payload], tmp_path: Path) -> Material:
 
 def section_of(module, payloads: Sequence[Payload], tmp_path: Path) -> Section:
     material = material_of(payloads, tmp_path)
-    looks = Looks([*material.published_heads(), *material.heads()])
-    made = module.section(material) if module is benchmarks else module.section(material, looks)
+    made = module.section(material, material.looks())
     assert isinstance(made, Section)
     return made
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.section import Absent
 from sigsoftmax.report.sections import audits, benchmarks, capacity, comparison, learning, reproduction, spectra, sweeps
+from sigsoftmax.report.sections.section import Absent
 from sigsoftmax.report.theme import Looks
 
 
@@ -16,4 +16,4 @@ def test_without_records_a_section_says_what_makes_some():
         absent = module.section(empty, Looks([]))
         assert isinstance(absent, Absent)
         assert absent.command.startswith("sigsoftmax ")
-    assert isinstance(benchmarks.section(empty), Absent)
+    assert isinstance(benchmarks.section(empty, Looks([])), Absent)

@@ -12,22 +12,23 @@ from sigsoftmax.report.sections import audits
 def test_an_audit_without_a_target_says_that_the_cost_is_not_known(tmp_path):
     (audit,) = synthetic_runs.audits()
     made = section_of(audits, [audit], tmp_path)
-    assert "MoS(K=4) at width 8 can reach" in made.findings[0]
-    assert "3 words of 2,000 asked about can never be the first choice" in made.findings[1]
+    assert "MoS(K=4) does best at width 32 against the teacher big-model" in made.findings[0]
+    assert "3 of the 2,000 words asked about (0.1%) can never be ranked first" in made.findings[1]
     bare = dataclasses.replace(
         audit, target=None, argmax=None, bend=None, spectrum=None, truncation=None, gradient=None
     )
     made = section_of(audits, [dataclasses.replace(bare, was_interrupted=True)], tmp_path)
     assert made.findings == [
         (
-            "What another output layer would buy in nats cannot be known without a target: a softmax model's own "
-            "log-probabilities have a rank that its width already allows."
+            "What this output layer costs in nats cannot be known from the model alone: its own log-probabilities are "
+            "what the layer can make. That takes a truth to compare with: --teacher MODEL, or --target with known "
+            "distributions or a language."
         )
     ]
     assert any("was interrupted" in block for block in made.blocks if isinstance(block, str))
     collapsed = dataclasses.replace(audit.bend, kl_to_nearest_softmax=1e-6)
     made = section_of(audits, [dataclasses.replace(bare, bend=collapsed)], tmp_path)
-    assert "has collapsed to softmax(1.3 z)" in made.findings[1]
+    assert "has collapsed to softmax: it is within 1.00 × 10⁻⁶ nats of softmax of 1.3 z" in made.findings[1]
 
 
 def test_a_softmax_has_not_collapsed_to_softmax(tmp_path):
@@ -38,8 +39,9 @@ def test_a_softmax_has_not_collapsed_to_softmax(tmp_path):
     made = section_of(audits, [dataclasses.replace(audit, bend=line)], tmp_path)
     assert not any("collapsed" in finding for finding in made.findings)
     facts = made.blocks[0].to_text()
-    assert "Nearest softmax" not in facts
-    assert "Nearest softmax" in section_of(audits, [audit], tmp_path).blocks[0].to_text()
+    assert "is a line: there is no bend" in facts
+    assert "The nearest softmax has the slope" not in facts
+    assert "The nearest softmax has the slope" in section_of(audits, [audit], tmp_path).blocks[0].to_text()
 
 
 def test_the_words_of_the_audit_are_shown(tmp_path):
@@ -87,4 +89,4 @@ def test_what_holds_for_several_models_is_said_once(tmp_path):
     bare = dataclasses.replace(audit, target=None, argmax=None)
     made = section_of(audits, [bare, dataclasses.replace(bare, source="another")], tmp_path)
     (finding,) = made.findings
-    assert finding.startswith("a tiny model, another: What another output layer would buy")
+    assert finding.startswith("a tiny model, another: What this output layer costs")

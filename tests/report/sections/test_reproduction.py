@@ -14,7 +14,6 @@ from sigsoftmax.records.statistics import Sample
 from sigsoftmax.report.sections import reproduction, spectra
 from sigsoftmax.report.sections.perplexities import collect, perplexity_table
 from sigsoftmax.report.tables import Table
-from sigsoftmax.report.theme import Looks
 
 
 def run_of(head: str, seed: int, valid: float, test: float) -> list[Payload]:
@@ -48,7 +47,7 @@ def test_ours_stand_under_the_papers_with_mean_and_spread(tmp_path):
 
 def test_heads_without_a_run_may_say_so(tmp_path):
     material = material_of(run_of("softmax", 1, 59.0, 57.0), tmp_path)
-    variants, looks = collect(material)["ptb"], Looks(material.published_heads())
+    variants, looks = collect(material)["ptb"], material.looks()
     rows = rows_of(perplexity_table(paper.TABLES[3], "ptb", "", variants, looks, missing="not run yet"))
     assert sum(row[0] == "ours: not run yet" for row in rows) == len(paper.HEADS) - 1
     (ranks,) = spectra.tables(material, looks, missing="not run yet")

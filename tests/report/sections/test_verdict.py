@@ -13,8 +13,8 @@ from sigsoftmax.records import Record, append
 from sigsoftmax.records.schemas.sweeps import TrialRecord
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
 from sigsoftmax.report import ReportConfig, write_report
-from sigsoftmax.report.section import Absent
 from sigsoftmax.report.sections import verdict
+from sigsoftmax.report.sections.section import Absent
 from sigsoftmax.report.tables import Table, plain_text
 
 TWO_HEADS = {"softmax": (57.0, 402), "sigsoftmax": (55.0, 1300)}
@@ -184,10 +184,9 @@ def test_losses_beyond_a_float_are_no_obstacle(tmp_path, loss):
 def test_without_trained_heads_there_is_no_verdict(tmp_path):
     from sigsoftmax.report.loading import load
     from sigsoftmax.report.material import Material
-    from sigsoftmax.report.theme import Looks
 
     path = tmp_path / "records.jsonl"
     append(path, [Record.of(p, synthetic_runs.environment("a command")) for p in synthetic_runs.capacities()])
     material = Material.of(load([path]))
-    made = verdict.section(material, Looks(material.heads()))
+    made = verdict.section(material, material.looks())
     assert made == Absent("Which head should I use?", "sigsoftmax compare --seeds 1,2,3")

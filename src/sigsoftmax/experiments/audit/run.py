@@ -38,7 +38,6 @@ from sigsoftmax.experiments.audit.audited_models import (
 )
 from sigsoftmax.experiments.audit.checkpoints import open_checkpoint
 from sigsoftmax.experiments.audit.config import AuditConfig
-from sigsoftmax.experiments.audit.text import meaning, report
 from sigsoftmax.experiments.distribution_sources import (
     StoredDistributions,
     is_file_of_distributions,
@@ -48,6 +47,7 @@ from sigsoftmax.records import Record, store
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.audits import Audit, TargetResult
 from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.report.audits import audit_text, meaning
 
 if TYPE_CHECKING:
     from sigsoftmax.experiments.audit.huggingface import HuggingFaceModel
@@ -365,7 +365,7 @@ class _Auditor:
         audit = dataclasses.replace(audit, meaning=tuple(meaning(audit)))
         # Earlier records stay in the file, but for those of audits that found no more than this.
         store(self.config.records, [Record.of(audit), *map(Record.of, self.fits)])
-        self.say(report(audit))
+        self.say(audit_text(audit))
         took = f"{'Stopped after' if audit.was_interrupted else 'Done in'} {duration_text(audit.seconds)}"
         self.say(f"{took}. Written:\n  {self.config.records}")
         return audit

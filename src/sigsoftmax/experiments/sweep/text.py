@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sigsoftmax.experiments.display import perplexity_text
 from sigsoftmax.experiments.sweep.plan import Point, SweepConfig, Trial
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, Quantity, TrialRecord
-from sigsoftmax.records.statistics import LEAST_SEEDS, PairedDifference, Sample
-from sigsoftmax.report.tables import DASH, Column, Row, Table, sample_text
+from sigsoftmax.records.statistics import LEAST_SEEDS, PairedDifference
+from sigsoftmax.report.sections.sweeps import Trials, mean_fields
+from sigsoftmax.report.tables import DASH, Cell, Column, Fields, Table
 
 __all__ = ["Group", "differences", "groups_of", "results_table", "trial_line"]
 
@@ -126,40 +127,44 @@ def _difference(group: Group, baseline: Group, quantity: Quantity, config: Sweep
 def results_table(groups: Sequence[Group], failures: Mapping[Trial, str], config: SweepConfig) -> str:
     """Mean and standard deviation over seeds, differences with their intervals, and what failed."""
     quantity = quantity_of(groups)
-    has_truth = quantity == "kl"
     compared = len(groups) > 1
     axes = [axis.field for axis in config.axes()]
-    columns = [Column("recipe", "label"), *(Column(field) for field in axes), Column("seeds")]
-    columns += [Column("validation perplexity"), Column("test perplexity")]
-    columns += [Column("KL to the truth")] if has_truth else []
-    columns += [Column(f"{QUANTITY_NAMES[quantity]} minus baseline's")] if compared else []
-    rows = []
-    for group in groups:
-        ended = list(group.records.values())
-        cells = [group.recipe, *(change.partition("=")[2] for change in group.point)]
-        cells.append(str(group.planned) if len(ended) == group.planned else f"{len(ended)} of {group.planned}")
-        cells.append(_mean([record.valid_perplexity for record in ended], 2))
-        cells.append(_mean([record.test_perplexity for record in ended], 2))
-        if has_truth:
-            cells.append(_mean(list(group.values("kl").values()), 4))
-        if compared:
-            baseline = baseline_of(group, groups, config)
-            difference = _difference(group, baseline, quantity, config)
-            cells.append(
-                "baseline  " if group is baseline else DASH if difference is None else difference_text(difference)
-            )
-        rows.append(Row(cells))
+    fields: Fields[Group] = {
+        Column("Recipe", "label"): lambda group: group.recipe,
+        **{Column(axis): _alternative(place) for place, axis in enumerate(axes)},
+        "Seeds": lambda group: _count_text(len(group.records), group.planned),
+        **{column: _of_records(cell) for column, cell in mean_fields(has_truth=quantity == "kl").items()},
+    }
+    if compared:
+        fields[Column(f"{QUANTITY_NAMES[quantity]} minus baseline's")] = lambda group: _compared_text(
+            group, baseline_of(group, groups, config), quantity, config
+        )
     failed = [
         f"failed: {'; '.join(trial.name for trial in failures if failures[trial] == reason)}: {reason}"
         for reason in dict.fromkeys(failures.values())
     ]
     notes = _notes(groups, config, quantity) if compared else []
     caption = "Perplexity, mean ± standard deviation over seeds"
-    return "\n".join([Table(caption=caption, columns=columns, rows=rows).to_text(), *notes, *failed])
+    return "\n".join([Table.of(groups, fields, caption=caption).to_text(), *notes, *failed])
 
 
-def _mean(values: Sequence[float], digits: int) -> str:
-    return sample_text(Sample.of(values), digits) if values else DASH
+def _alternative(place: int) -> Callable[[Group], str]:
+    return lambda group: group.point[place].partition("=")[2]
+
+
+def _count_text(ended: int, planned: int) -> str:
+    return str(planned) if ended == planned else f"{ended} of {planned}"
+
+
+def _of_records(cell: Callable[[Trials], Cell | str]) -> Callable[[Group], Cell | str]:
+    return lambda group: cell(list(group.records.values()))
+
+
+def _compared_text(group: Group, baseline: Group, quantity: Quantity, config: SweepConfig) -> str:
+    if group is baseline:
+        return "baseline  "
+    difference = _difference(group, baseline, quantity, config)
+    return DASH if difference is None else difference_text(difference)
 
 
 def _notes(groups: Sequence[Group], config: SweepConfig, quantity: Quantity) -> list[str]:

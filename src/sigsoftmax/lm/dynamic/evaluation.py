@@ -44,7 +44,8 @@ from sigsoftmax.lm.dynamic.windows import (
 )
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.trainer import Diverged
-from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, RunIdentity, perplexity_of
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, RunIdentity
+from sigsoftmax.records.statistics import perplexity
 
 __all__ = [
     "DynamicEvaluation",
@@ -156,7 +157,7 @@ class DynamicEvaluation:
 
     @property
     def perplexity(self) -> float:
-        return perplexity_of(self.loss)
+        return perplexity(self.loss)
 
     def record(self, run: RunIdentity) -> DynamicEvaluationRecord:
         flat = vars(self) | vars(self.rates)

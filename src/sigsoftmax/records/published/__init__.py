@@ -1,1 +1,1 @@
-"""What others have published: the paper's tables, and the curves of reference implementations."""
+"""Published results of others: the paper's tables, and the curves of reference implementations."""

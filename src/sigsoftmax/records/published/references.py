@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
-from sigsoftmax.records.envelope import read
+from sigsoftmax.records.envelope import read_payloads
 
 __all__ = ["PATH", "ReferenceCurve", "reference_curves"]
 
@@ -62,4 +62,4 @@ class ReferenceCurve:
 @lru_cache
 def reference_curves() -> tuple[ReferenceCurve, ...]:
     """All curves that are known."""
-    return tuple(record.payload_as(ReferenceCurve) for record in read(PATH))
+    return tuple(read_payloads(PATH, ReferenceCurve))

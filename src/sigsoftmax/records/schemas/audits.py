@@ -1,12 +1,12 @@
-"""What an audit of an output layer found."""
+"""The findings of an audit of an output layer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar
 
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
 
 __all__ = [
@@ -45,7 +45,7 @@ class LayerDescription:
 class TruncationPoint:
     width: int
     kl: float
-    """of the truncation to that rank; it may rise with the rank, since squares of log P are not nats"""
+    """KL of the truncation to that rank; it may rise with the rank, since squares of log P are not nats"""
     bound: float
     """the least of the truncations so far: the most that a softmax of that width must lose"""
 
@@ -72,7 +72,7 @@ class ShareOnLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Bend:
-    """Whether the layer uses the bend of its phi; for a softmax there is none."""
+    """The use that the layer makes of the nonlinearity of its phi, the bend; for a softmax there is none."""
 
     contexts: int
     lines: tuple[ShareOnLine, ...]
@@ -159,11 +159,12 @@ class TargetResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
-    """What an audit of an output layer found. A part that was not measured is None, and ``notes`` say why."""
+class Audit(MeasuredPayload):
+    """The findings of an audit of an output layer. A part that was not measured is None, and ``notes`` say why."""
 
-    KIND: ClassVar[str] = "audit"
-    VERSION: ClassVar[int] = 2
+    KIND = "audit"
+    VERSION = 2
+    SUBJECT = ("source", "layer.words", "layer.width", "layer.head", "layer.components", "seed")
 
     source: str
     layer: LayerDescription
@@ -188,18 +189,12 @@ class Audit:
     seconds: float = math.nan
 
     @property
-    def subject(self) -> Hashable:
-        layer = self.layer
-        return self.source, layer.words, layer.width, layer.head, layer.components, self.seed
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         """The parts that were measured in these contexts, with the numbers of contexts or words that they are of."""
         parts = ("bounds", "spectrum", "truncation", "bend", "gradient")
+        measured = {part: getattr(self, part) for part in parts}
         found: dict[Hashable, float] = {
-            (self.contexts_from, part): getattr(self, part).contexts
-            for part in parts
-            if getattr(self, part) is not None
+            (self.contexts_from, part): value.contexts for part, value in measured.items() if value is not None
         }
         if self.argmax is not None:
             found[self.contexts_from, "argmax"] = self.argmax.in_question - self.argmax.undecided

@@ -1,18 +1,18 @@
-"""What an output head can express at a width."""
+"""The capacity of an output head at a width."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 
 __all__ = ["CapacityResult", "StartResult"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartResult:
-    """Where one fit began and where it ended."""
+    """The start of one fit, and where it ended."""
 
     name: str
     kl: float
@@ -21,11 +21,12 @@ class StartResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CapacityResult:
-    """What a head can reach at a width on a language."""
+class CapacityResult(MeasuredPayload):
+    """The KL that a head can reach at a width on a language."""
 
-    KIND: ClassVar[str] = "capacity"
-    VERSION: ClassVar[int] = 2
+    KIND = "capacity"
+    VERSION = 2
+    SUBJECT = ("language", "contexts", "words", "truth", "seed", "head", "width")
 
     language: str
     contexts: int
@@ -52,24 +53,24 @@ class CapacityResult:
     empty in records of version 1"""
 
     @property
-    def subject(self) -> Hashable:
-        return self.language, self.contexts, self.words, self.truth, self.seed, self.head, self.width
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         """A fit shows that a KL can be reached: the lower, the more is known."""
         return {"fit": -self.fitted_kl}
 
     @property
     def spread(self) -> float:
         """The worst minus the best end of the fits from different starts."""
-        ends = [start.kl for start in self.starts if start.iterations]
-        return max(ends) - min(ends) if ends else 0.0
+        ends = self._ends or [0.0]
+        return max(ends) - min(ends)
 
     @property
     def worst_fitted_kl(self) -> float:
         """The KL at which the worst of the fits from different starts ended."""
-        return max((start.kl for start in self.starts if start.iterations), default=self.fitted_kl)
+        return max(self._ends, default=self.fitted_kl)
+
+    @property
+    def _ends(self) -> list[float]:
+        return [start.kl for start in self.starts if start.iterations]
 
     @property
     def limit_kl(self) -> float | None:

@@ -1,10 +1,11 @@
-"""What a classifier with a given head was worth: likelihood, accuracy, calibration."""
+"""Results of a classifier with a given head: likelihood, accuracy, calibration."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 
 __all__ = ["Attempt", "Calibration", "ClassifierResult", "ConfidenceBin"]
 
@@ -24,7 +25,7 @@ class ConfidenceBin:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Whether probabilities mean what they say."""
+    """Calibration of the predicted probabilities."""
 
     expected_error: float
     """sum over bins of their share of the predictions times |accuracy - confidence|"""
@@ -45,11 +46,12 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifierResult:
+class ClassifierResult(MeasuredPayload):
     """One head at one width with one seed: the attempt that was best on validation data, on test data."""
 
-    KIND: ClassVar[str] = "classifier"
-    VERSION: ClassVar[int] = 1
+    KIND = "classifier"
+    VERSION = 1
+    SUBJECT = ("dataset", "head", "width", "seed")
 
     dataset: str
     classes: int
@@ -61,13 +63,13 @@ class ClassifierResult:
     width: int
     """units of the layer that the head sees"""
     seed: int
-    """of the split, the first weights and the order of the examples"""
+    """seed of the split, the first weights and the order of the examples"""
     parameters: int
-    """of the whole classifier"""
+    """number of parameters of the whole classifier"""
     head_parameters: int
-    """of what lies behind the layer that the head sees"""
+    """number of parameters behind the layer that the head sees"""
     epochs: int
-    """of every attempt"""
+    """epochs of every attempt"""
     attempts: tuple[Attempt, ...]
     learning_rate: float
     """that of the best attempt"""
@@ -79,12 +81,8 @@ class ClassifierResult:
     learned: Mapping[str, float]
     """parameters of the output function after training, their mean where there is one per class"""
     seconds: float
-    """of all attempts"""
+    """duration of all attempts"""
 
     @property
-    def subject(self) -> Hashable:
-        return self.dataset, self.head, self.width, self.seed
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return {attempt.learning_rate: self.epochs for attempt in self.attempts}

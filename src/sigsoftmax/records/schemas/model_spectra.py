@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 from sigsoftmax.records.schemas.spectra import Spectrum
 from sigsoftmax.records.schemas.training import RunIdentity
 
@@ -13,11 +12,12 @@ __all__ = ["ModelSpectrum"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpectrum:
-    """What the paper's table 3 and its two figures show, for one model."""
+class ModelSpectrum(MeasuredPayload):
+    """The spectrum of one model, as in the paper's table 3 and its two figures."""
 
-    KIND: ClassVar[str] = "model-spectrum"
-    VERSION: ClassVar[int] = 1
+    KIND = "model-spectrum"
+    VERSION = 1
+    SUBJECT = ("run", "split", "spectrum.precision")
 
     run: RunIdentity
     """its phase tells whether the model was finetuned, as the paper's were"""
@@ -26,9 +26,5 @@ class ModelSpectrum:
     spectrum: Spectrum
 
     @property
-    def subject(self) -> Hashable:
-        return self.run, self.split, self.spectrum.precision
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return self.spectrum.extent

@@ -4,15 +4,17 @@ A numerical rank is a number of singular values above a threshold, so a rank wit
 threshold below the noise of the entries or of the arithmetic counts noise. So a spectrum knows how wrong it may be, and
 counts nothing below its noise floor.
 
-Symbols: M words, T contexts, eps32 = 2^-23, eps64 = 2^-52.
+Symbols: M words of the vocabulary, T contexts, eps32 = 2^-23, eps64 = 2^-52.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
+
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 
 __all__ = ["RULES", "BelowNoiseFloor", "RankBounds", "RankCount", "Rule", "Spectrum"]
 
@@ -30,7 +32,7 @@ class Rule(NamedTuple):
     name: str
     formula: str
     relative: Callable[[int, int], float]
-    """of M and T"""
+    """threshold as a function of M and T"""
 
 
 RULES: dict[str, Rule] = {
@@ -65,11 +67,12 @@ class RankCount(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spectrum:
+class Spectrum(MeasuredPayload):
     """The singular values of an M x T matrix, how wrong they may be, and the ranks that follow."""
 
-    KIND: ClassVar[str] = "spectrum"
-    VERSION: ClassVar[int] = 2
+    KIND = "spectrum"
+    VERSION = 2
+    SUBJECT = ("source", "words", "precision")
 
     source: str
     """what the matrix is, in words"""
@@ -80,7 +83,7 @@ class Spectrum:
     method: str = "svd"
     """``svd`` of the matrix, ``qr`` in blocks and then svd, or eigenvalues of a ``gram`` matrix; all in float64"""
     dtype: str = "float64"
-    """of the entries as they came"""
+    """dtype of the entries as they came"""
     precision: str = ""
     """the least precise dtype that the entries went through, as far as known; empty if not recorded"""
     squared_error: float = 0.0
@@ -94,12 +97,19 @@ class Spectrum:
     seconds: float | None = None
 
     @property
-    def subject(self) -> Hashable:
-        return self.source, self.words, self.precision
+    def extent(self) -> Extent:
+        return {"contexts": self.contexts, "singular values": len(self.singular_values)}
 
     @property
-    def extent(self) -> Mapping[Hashable, float]:
-        return {"contexts": self.contexts, "singular values": len(self.singular_values)}
+    def is_usable(self) -> bool:
+        """Something can be drawn and counted: a record may hold anything."""
+        errors = (self.squared_error, self.value_error)
+        return (
+            bool(self.singular_values)
+            and 0.0 < self.largest < math.inf
+            and all(0.0 <= error < math.inf for error in errors)
+            and min(self.words, self.contexts) > 0
+        )
 
     @property
     def largest(self) -> float:
@@ -132,13 +142,11 @@ class Spectrum:
         return threshold >= self.noise_floor
 
     def rank(self, threshold: float) -> int:
-        """How many singular values exceed the threshold, which is absolute; refused below the noise floor."""
+        """The number of singular values above an absolute threshold; refused below the noise floor."""
         if not self.can_count(threshold):
-            remedy = {
-                "gram": "compute the spectrum with method='exact', or choose a higher threshold",
-            }.get(self.method, "choose a higher threshold, or compute the entries with more precision")
-            if self.squared_error and 2.0 * self.value_error > threshold:
-                remedy = "choose a higher threshold, or compute the entries with more precision"
+            remedy = "choose a higher threshold, or compute the entries with more precision"
+            if self.method == "gram" and not (self.squared_error and 2.0 * self.value_error > threshold):
+                remedy = "compute the spectrum with method='exact', or choose a higher threshold"
             raise BelowNoiseFloor(
                 f"a rank at the threshold {threshold:.3g} would count noise: the noise floor of this spectrum is "
                 f"{self.noise_floor:.3g} (largest singular value {self.largest:.3g}, method {self.method}, entries of "
@@ -151,13 +159,10 @@ class Spectrum:
         threshold = self.threshold(rule)
         if not self.can_count(threshold):
             return RankCount(rule, threshold, None, None, None)
-        return RankCount(
-            rule,
-            threshold,
-            self.rank(threshold),
-            sum(self._lowered(value) > threshold for value in self.singular_values),
-            sum(self._raised(value) > threshold for value in self.singular_values),
-        )
+        lowered = (math.sqrt(max(v * v - self.squared_error, 0.0)) - self.value_error for v in self.singular_values)
+        raised = (math.sqrt(v * v + self.squared_error) + self.value_error for v in self.singular_values)
+        at_least, at_most = (sum(value > threshold for value in values) for values in (lowered, raised))
+        return RankCount(rule, threshold, self.rank(threshold), at_least, at_most)
 
     def ranks(self) -> tuple[RankCount, ...]:
         """The ranks under every rule, and above the noise floor."""
@@ -172,11 +177,6 @@ class Spectrum:
         return self.rank(self.float64_threshold)
 
     @property
-    def noise_rank(self) -> int:
-        """Singular values above the noise floor: directions that are certainly there."""
-        return self.rank(self.noise_floor)
-
-    @property
     def stable_rank(self) -> float:
         """sum sigma^2 / sigma_max^2, which noise does not move; 0 for a matrix of zeros."""
         return sum((value / self.largest) ** 2 for value in self.singular_values) if self.largest else 0.0
@@ -188,26 +188,21 @@ class Spectrum:
         total = sum(values)
         return math.exp(-sum(v / total * math.log(v / total) for v in values)) if total else 0.0
 
-    def _lowered(self, value: float) -> float:
-        return math.sqrt(max(value * value - self.squared_error, 0.0)) - self.value_error
-
-    def _raised(self, value: float) -> float:
-        return math.sqrt(value * value + self.squared_error) + self.value_error
-
 
 @dataclass(frozen=True, kw_only=True)
-class RankBounds:
-    """Between which numbers the numerical rank of an M x T log-output matrix lies, without its spectrum."""
+class RankBounds(MeasuredPayload):
+    """Bounds between which the numerical rank of an M x T log-output matrix lies, without its spectrum."""
 
-    KIND: ClassVar[str] = "rank_bounds"
-    VERSION: ClassVar[int] = 1
+    KIND = "rank_bounds"
+    VERSION = 1
+    SUBJECT = ("source", "head", "width", "words", "rule")
 
     source: str
     """what the matrix is, in words"""
     head: str
     """the output head, as ``Head.parse`` reads it; empty if not known"""
     width: int | None
-    """of the hidden vectors; None if not known"""
+    """width of the hidden vectors; None if not known"""
     words: int
     contexts: int
     lower: int
@@ -232,9 +227,5 @@ class RankBounds:
     seconds: float
 
     @property
-    def subject(self) -> Hashable:
-        return self.source, self.head, self.width, self.words, self.rule
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return {"contexts": self.contexts, "block": self.block_contexts * self.block_words}

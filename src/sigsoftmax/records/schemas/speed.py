@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 
 __all__ = ["Measurement"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(MeasuredPayload):
     """One implementation in one case."""
 
-    KIND: ClassVar[str] = "benchmark"
-    VERSION: ClassVar[int] = 1
+    KIND = "benchmark"
+    VERSION = 1
+    SUBJECT = ("suite", "case")
+    """the case: its implementations are measured in one run, and their times do not compare with another's"""
 
     suite: str
     case: str
@@ -41,17 +44,12 @@ class Measurement:
     compiled_variants: int | None = None
     """kernels that were compiled, where the time is that of compiling them"""
     most_registers: int | None = None
-    """of the thread of any of these kernels"""
+    """registers per thread, the most of any of these kernels"""
     spilled_bytes: int | None = None
-    """of the thread of that kernel which spills most"""
+    """bytes spilled per thread by the kernel that spills most"""
     exchanged_bytes: int | None = None
     """what one process hands to torch.distributed in a step"""
 
     @property
-    def subject(self) -> Hashable:
-        """The case: its implementations are measured in one run, and their times do not compare with another's."""
-        return self.suite, self.case
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return {self.implementation: self.rounds}

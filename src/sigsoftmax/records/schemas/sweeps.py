@@ -1,12 +1,13 @@
-"""Sweeps: what each trial came to, and how far recipes lie apart over the same seeds. Losses are in nats per token."""
+"""Sweeps: results of trials, and differences between recipes over the same seeds. Losses are in nats per token."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from sigsoftmax.records.schemas.training import RunIdentity, perplexity_of
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
+from sigsoftmax.records.schemas.training import RunIdentity
+from sigsoftmax.records.statistics import perplexity
 
 __all__ = ["PairedDifferenceRecord", "Quantity", "TrialRecord"]
 
@@ -14,18 +15,19 @@ Quantity = Literal["test_loss", "kl"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialRecord:
+class TrialRecord(MeasuredPayload):
     """A trial that has ended: one recipe with one seed at one point of the grid."""
 
-    KIND: ClassVar[str] = "trial"
-    VERSION: ClassVar[int] = 1
+    KIND = "trial"
+    VERSION = 1
+    SUBJECT = ("run", "point")
 
     run: RunIdentity
-    """of the last phase"""
+    """identity of the last phase"""
     point: tuple[str, ...]
     """the alternatives that it took, as ``training.learning_rate=20``; none where nothing but recipe and seed varies"""
     epochs: int
-    """of all phases"""
+    """epochs of all phases"""
     updates: int
     valid_loss: float
     """in the columns that the recipe validates in"""
@@ -34,34 +36,26 @@ class TrialRecord:
     kl: float | None
     """mean over test positions of the exact KL(truth || model), where the truth is known"""
     entropy_rate: float | None
-    """of the language, where it is known"""
+    """entropy rate of the language, where it is known"""
     seconds: float
-    """of training and validation"""
-
-    @property
-    def subject(self) -> Hashable:
-        return self.run, self.point
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
-        """A later measurement replaces an earlier one."""
-        return {}
+    """duration of training and validation"""
 
     @property
     def valid_perplexity(self) -> float:
-        return perplexity_of(self.valid_loss)
+        return perplexity(self.valid_loss)
 
     @property
     def test_perplexity(self) -> float:
-        return perplexity_of(self.test_loss)
+        return perplexity(self.test_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairedDifferenceRecord:
+class PairedDifferenceRecord(MeasuredPayload):
     """By how much a recipe lies above its baseline, seed by seed, with Student's interval of the mean."""
 
-    KIND: ClassVar[str] = "paired-difference"
-    VERSION: ClassVar[int] = 2
+    KIND = "paired-difference"
+    VERSION = 2
+    SUBJECT = ("recipe", "point", "baseline_recipe", "baseline_point", "quantity", "corpus_checksum", "changes")
 
     recipe: str
     point: tuple[str, ...]
@@ -72,21 +66,16 @@ class PairedDifferenceRecord:
     """that both have"""
     mean: float
     deviation: float | None
-    """of the differences, with n - 1; None for a single pair"""
+    """standard deviation of the differences, with n - 1; None for a single pair"""
     low: float | None
     high: float | None
     """ends of the interval; None where there are too few pairs for one"""
     confidence: float
     corpus_checksum: str = ""
-    """of the text that both were trained on; empty in records of version 1"""
+    """checksum of the text that both were trained on; empty in records of version 1"""
     changes: tuple[str, ...] = ()
     """made to all trials of the sweep, as ``training.epochs=4``; empty in records of version 1"""
 
     @property
-    def subject(self) -> Hashable:
-        compared = (self.recipe, self.point), (self.baseline_recipe, self.baseline_point)
-        return *compared, self.quantity, self.corpus_checksum, self.changes
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return dict.fromkeys(self.seeds, 1.0)

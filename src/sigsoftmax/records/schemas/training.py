@@ -5,25 +5,17 @@ Losses are in nats per token; a perplexity is their exp and is derived, never st
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
-__all__ = [
-    "Budget",
-    "ComparisonRecord",
-    "DynamicEvaluationRecord",
-    "EpochRecord",
-    "EvaluationRecord",
-    "RunIdentity",
-    "perplexity_of",
-]
+from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
+from sigsoftmax.records.statistics import perplexity
+
+__all__ = ["Budget", "ComparisonRecord", "DynamicEvaluationRecord", "EpochRecord", "EvaluationRecord", "RunIdentity"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """What was trained: enough to tell runs apart and to put seeds of the same thing together."""
+    """The run that was trained: enough to tell runs apart and to put seeds of the same thing together."""
 
     recipe: str
     """name of the recipe, as ``ptb-sigsoftmax``"""
@@ -43,11 +35,12 @@ class RunIdentity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochRecord:
+class EpochRecord(MeasuredPayload):
     """An epoch of training and the validation after it."""
 
-    KIND: ClassVar[str] = "epoch"
-    VERSION: ClassVar[int] = 1
+    KIND = "epoch"
+    VERSION = 1
+    SUBJECT = ("run", "epoch")
 
     run: RunIdentity
     epoch: int
@@ -77,29 +70,21 @@ class EpochRecord:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether the persistent kernels computed the LSTM layers; if not, it was torch's own LSTM."""
+        """The persistent kernels computed the LSTM layers, and not torch's own LSTM."""
         return "persistent kernels" in self.recurrence
 
     @property
-    def subject(self) -> Hashable:
-        return self.run, self.epoch
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
-        """A later measurement replaces an earlier one."""
-        return {}
-
-    @property
     def valid_perplexity(self) -> float:
-        return perplexity_of(self.valid_loss)
+        return perplexity(self.valid_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationRecord:
+class EvaluationRecord(MeasuredPayload):
     """A static evaluation of a checkpoint."""
 
-    KIND: ClassVar[str] = "evaluation"
-    VERSION: ClassVar[int] = 1
+    KIND = "evaluation"
+    VERSION = 1
+    SUBJECT = ("run", "split", "batch")
 
     run: RunIdentity
     split: str
@@ -113,29 +98,21 @@ class EvaluationRecord:
     precision: str = "float32"
     """arithmetic of the evaluation: ``float32``, or ``tf32`` for its products"""
     epoch: int
-    """of training, whose checkpoint this is"""
+    """epoch of training whose checkpoint this is"""
     seconds: float
 
     @property
-    def subject(self) -> Hashable:
-        return self.run, self.split, self.batch
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
-        """A later measurement replaces an earlier one."""
-        return {}
-
-    @property
     def perplexity(self) -> float:
-        return perplexity_of(self.loss)
+        return perplexity(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicEvaluationRecord:
+class DynamicEvaluationRecord(MeasuredPayload):
     """One dynamic evaluation: one point of the grid on one split. All numbers are in the RMS form."""
 
-    KIND: ClassVar[str] = "dynamic-evaluation"
-    VERSION: ClassVar[int] = 1
+    KIND = "dynamic-evaluation"
+    VERSION = 1
+    SUBJECT = ("run", "split", "learning_rate", "decay", "epsilon", "window")
 
     run: RunIdentity
     split: str
@@ -157,37 +134,34 @@ class DynamicEvaluationRecord:
     """whether the rates of one point stayed clipped in the next, as in the published script"""
 
     @property
-    def subject(self) -> Hashable:
-        return self.run, self.split, self.learning_rate, self.decay, self.epsilon, self.window
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         return {"tokens": self.tokens}
 
     @property
     def perplexity(self) -> float:
-        return perplexity_of(self.loss)
+        return perplexity(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What all runs of a comparison were given alike; it varies neither with the head nor with the seed."""
+    """The settings that all runs of a comparison share; they vary neither with the head nor with the seed."""
 
     setting: str
-    """of the recipes, as ``language``"""
+    """setting of the recipes, as ``language``"""
     changes: tuple[str, ...]
     """made to every recipe, as ``training.epochs=4``; also those that leave a recipe as it is, since what another head
     has by default is a change to this one"""
     epochs: int
-    """of all phases, as planned for softmax"""
+    """epochs of all phases, as planned for softmax"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonRecord:
+class ComparisonRecord(MeasuredPayload):
     """A head among others under an equal budget."""
 
-    KIND: ClassVar[str] = "comparison"
-    VERSION: ClassVar[int] = 2
+    KIND = "comparison"
+    VERSION = 2
+    SUBJECT = ("run", "epochs")
 
     run: RunIdentity
     epochs: int
@@ -195,12 +169,12 @@ class ComparisonRecord:
     valid_loss: float
     test_loss: float
     entropy_rate: float | None
-    """of the language, where it is known"""
+    """entropy rate of the language, where it is known"""
     kl: float | None
     """mean over test positions of the exact KL(truth || model), where the truth is known"""
     kl_standard_error: float | None
     rank: int | None
-    """of the log-output matrix, under the paper's threshold"""
+    """rank of the log-output matrix, under the paper's threshold"""
     rank_bound: int | None
     words: int
     contexts: int | None
@@ -210,23 +184,7 @@ class ComparisonRecord:
     """None in records of version 1"""
 
     @property
-    def subject(self) -> Hashable:
-        return self.run, self.epochs
-
-    @property
-    def extent(self) -> Mapping[Hashable, float]:
+    def extent(self) -> Extent:
         """Distance to the truth and rank are parts that a measurement may lack."""
         known = {"kl": self.kl is not None, "rank": self.rank is not None}
         return {part: 1.0 for part, is_known in known.items() if is_known}
-
-    @property
-    def test_perplexity(self) -> float:
-        return perplexity_of(self.test_loss)
-
-
-def perplexity_of(loss: float) -> float:
-    """e^loss, or inf where that is too large a number."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

@@ -1,4 +1,4 @@
-"""Benchmarks: time and memory beside others of the same run, with what was aimed for."""
+"""Benchmarks: time and memory beside others of the same run, with their targets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sigsoftmax.records import Environment, targets
+from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.schemas.speed import Measurement
 from sigsoftmax.records.targets import Clause
 from sigsoftmax.report.figures import Axis, Figure, Trace, numbers
 from sigsoftmax.report.markup import plot_text, tag
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.section import Absent, Block, Section
-from sigsoftmax.report.tables import DASH, TIMES, Cell, Column, Row, Table, number_text, sentence
+from sigsoftmax.report.sections.section import Absent, Block, Section
+from sigsoftmax.report.tables import DASH, TIMES, Cell, Column, Fields, Table, number_text, range_text, sentence
+from sigsoftmax.report.theme import Looks
 
 __all__ = ["section"]
 
@@ -39,7 +41,7 @@ class Case:
         return any(m.implementation != m.baseline for m in self.rows)
 
     def verdict(self, m: Measurement) -> str:
-        """What became of the target; a target that cannot be judged says why."""
+        """The judgement of the target; a target that cannot be judged says why."""
         try:
             return targets.verdict(m, self.by_name)
         except ZeroDivisionError:
@@ -56,48 +58,41 @@ class Case:
             return []
 
     def bound(self, m: Measurement, *, aim: bool) -> float | None:
-        """Where the target lies on the axis of the case: the lowest of its clauses that have a place there."""
-        found = []
-        for clause in self.clauses(m):
-            if clause.is_aim != aim:
-                continue
-            if self.compares_times and clause.quantity == "x":
-                other = self.by_name.get(clause.other) if clause.other else None
-                if not clause.other or other:
-                    found.append(clause.bound * (other.ratio if other else 1.0))
-            elif self.compares_times and clause.quantity == "ms" and m.milliseconds > 0.0:
-                found.append(clause.bound * m.ratio / m.milliseconds)
-            elif not self.compares_times and clause.quantity == "MiB":
-                found.append(clause.bound)
-        return min(found) if found else None
+        """The place of the target on the axis of the case: the lowest of its clauses that have a place there."""
+        places = [self._place(clause, m) for clause in self.clauses(m) if clause.is_aim == aim]
+        return min((place for place in places if place is not None), default=None)
+
+    def _place(self, clause: Clause, m: Measurement) -> float | None:
+        if not self.compares_times:
+            return clause.bound if clause.quantity == "MiB" else None
+        if clause.quantity == "ms" and m.milliseconds > 0.0:
+            return clause.bound * m.ratio / m.milliseconds
+        ratios = {name: other.ratio for name, other in self.by_name.items()} | {"": 1.0}
+        return clause.bound * ratios[clause.other] if clause.quantity == "x" and clause.other in ratios else None
 
 
-def section(material: Material) -> Section | Absent:
-    cases: dict[tuple[str, str, Environment], list[Measurement]] = {}
-    for entry in material.measurements:
-        m = entry.payload
-        cases.setdefault((m.suite, m.case, entry.environment), []).append(m)
+def section(material: Material, looks: Looks) -> Section | Absent:
+    cases = [
+        Case(suite, name, tuple(entry.payload for entry in found), where)
+        for (suite, name, where), found in grouped(
+            material.measurements, lambda entry: (entry.payload.suite, entry.payload.case, entry.environment)
+        ).items()
+    ]
     if not cases:
         return Absent("Benchmarks", "python benchmarks/cpu.py")
     blocks: list[Block] = []
-    kept = missed = 0
-    suite_before = ""
-    for number, ((suite, name, where), found) in enumerate(cases.items(), start=1):
-        case = Case(suite, name, tuple(found), where)
-        if suite != suite_before:
-            blocks.append(tag("p", f"{suite.upper()}: {where.device}", class_="group-title"))
-            suite_before = suite
+    verdicts: list[str] = []
+    suite = ""
+    for number, case in enumerate(cases, start=1):
+        if case.suite != suite:
+            suite = case.suite
+            blocks.append(tag("p", f"{suite.upper()}: {case.environment.device}", class_="group-title"))
         blocks.append(_figure(f"benchmark-{number}", case))
-        verdicts = [case.verdict(m) for m in case.rows if any(not c.is_aim for c in case.clauses(m))]
-        kept += sum(text.startswith("yes") for text in verdicts)
-        missed += sum(text.startswith("no:") for text in verdicts)
+        verdicts += [case.verdict(m) for m in case.rows if any(not c.is_aim for c in case.clauses(m))]
+    kept, missed = (sum(text.startswith(word) for text in verdicts) for word in ("yes", "no:"))
     unjudged = sum(bool(entry.payload.target) for entry in material.measurements) - kept - missed
-    findings = []
-    if kept or missed:
-        findings.append(
-            f"Benchmarks: {kept} of {kept + missed} targets are met"
-            + (f"; {unjudged} more could not be judged." if unjudged > 0 else ".")
-        )
+    more = f"; {unjudged} more could not be judged." if unjudged > 0 else "."
+    findings = [f"Benchmarks: {kept} of {kept + missed} targets are met{more}"] if kept or missed else []
     return Section(
         id="benchmarks",
         title="Benchmarks",
@@ -120,64 +115,15 @@ def _color(m: Measurement, case: Case) -> str:
 
 
 def _figure(name: str, case: Case) -> Figure:
-    value = [m.ratio if case.compares_times else (m.peak_mib or 0.0) for m in case.rows]
-    places = list(range(len(case.rows)))
-    bars: dict[str, Any] = {
-        "type": "bar",
-        "orientation": "h",
-        "x": numbers(value),
-        "y": places,
-        "width": 0.4,
-        "marker": {"color": [_color(m, case) for m in case.rows], "line": {"width": 0}},
-        "text": [plot_text(m.implementation) for m in case.rows],
-        "textposition": "none",
-        "customdata": [[_details(m), plot_text(case.verdict(m) or "no target")] for m in case.rows],
-        "hovertemplate": "<b>%{text}</b><br>%{customdata[0]}<br>%{customdata[1]}<extra></extra>",
-    }
-    if case.compares_times:
-        bars["error_x"] = {
-            "type": "data",
-            "symmetric": False,
-            "array": numbers([max(0.0, _ends(m.ratio_quartiles, m.ratio)[1] - m.ratio) for m in case.rows]),
-            "arrayminus": numbers([max(0.0, m.ratio - _ends(m.ratio_quartiles, m.ratio)[0]) for m in case.rows]),
-            "color": "@ink",
-            "thickness": 1.2,
-            "width": 3,
-        }
-    traces = [Trace(bars)]
-    for aim, symbol in ((False, "target"), (True, "aim")):
-        bounds = [(place, case.bound(m, aim=aim)) for place, m in zip(places, case.rows, strict=True)]
-        marked = [(place, bound) for place, bound in bounds if bound is not None]
-        if marked:
-            traces.append(
-                Trace(
-                    {
-                        "type": "scatter",
-                        "mode": "markers",
-                        "name": symbol,
-                        "x": numbers([bound for _, bound in marked]),
-                        "y": [place for place, _ in marked],
-                        "marker": {
-                            "symbol": "line-ns-open",
-                            "size": 20,
-                            "color": "@target",
-                            "line": {"width": 3.5 if symbol == "target" else 1.5, "color": "@target"},
-                        },
-                        "hovertemplate": f"{symbol}: %{{x:.3~g}}<extra></extra>",
-                    }
-                )
-            )
-    shapes = []
-    if case.compares_times:
-        line = {"color": "@soft-ink", "width": 1, "dash": "dash"}
-        shapes = [{"type": "line", "xref": "x", "yref": "paper", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "line": line}]
-    baseline = case.rows[0].baseline
+    count = len(case.rows)
+    line = {"color": "@soft-ink", "width": 1, "dash": "dash"}
+    at_one = {"type": "line", "xref": "x", "yref": "paper", "x0": 1, "x1": 1, "y0": 0, "y1": 1, "line": line}
     return Figure(
         id=name,
         title=sentence(case.name),
         summary=_summary(case),
         x=Axis(
-            title=f"time relative to {baseline}" if case.compares_times else "peak memory (MiB)",
+            title=f"time relative to {case.rows[0].baseline}" if case.compares_times else "peak memory (MiB)",
             can_switch=False,
             settings={"rangemode": "tozero", "tickformat": ",.3~g"},
         ),
@@ -185,7 +131,7 @@ def _figure(name: str, case: Case) -> Figure:
             title="",
             can_switch=False,
             settings={
-                "range": [len(places) - 0.5, -0.85],
+                "range": [count - 0.5, -0.85],
                 "showticklabels": False,
                 "ticks": "",
                 "automargin": False,
@@ -194,18 +140,67 @@ def _figure(name: str, case: Case) -> Figure:
                 "zeroline": False,
             },
         ),
-        traces=traces,
+        traces=[_bars(case), *_marks(case, "target", 3.5), *_marks(case, "aim", 1.5)],
         table=_table(case),
         environments=[case.environment],
-        height=ROW * len(places) + 70,
+        height=ROW * count + 70,
         layout={
             "annotations": _labels(case, in_full=True),
-            "shapes": shapes,
+            "shapes": [at_one] if case.compares_times else [],
             "bargap": 0.1,
             "margin": {"l": 8, "r": 14, "t": 8, "b": 46},
         },
         narrow_layout={"annotations": _labels(case, in_full=False)},
     )
+
+
+def _bars(case: Case) -> Trace:
+    """Times with their quartiles, or memory."""
+    bars: dict[str, Any] = {
+        "type": "bar",
+        "orientation": "h",
+        "x": numbers([m.ratio if case.compares_times else (m.peak_mib or 0.0) for m in case.rows]),
+        "y": list(range(len(case.rows))),
+        "width": 0.4,
+        "marker": {"color": [_color(m, case) for m in case.rows], "line": {"width": 0}},
+        "text": [plot_text(m.implementation) for m in case.rows],
+        "textposition": "none",
+        "customdata": [[_details(m), plot_text(case.verdict(m) or "no target")] for m in case.rows],
+        "hovertemplate": "<b>%{text}</b><br>%{customdata[0]}<br>%{customdata[1]}<extra></extra>",
+    }
+    if case.compares_times:
+        ends = [_ends(m.ratio_quartiles, m.ratio) for m in case.rows]
+        bars["error_x"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": numbers([max(0.0, high - m.ratio) for m, (_, high) in zip(case.rows, ends, strict=True)]),
+            "arrayminus": numbers([max(0.0, m.ratio - low) for m, (low, _) in zip(case.rows, ends, strict=True)]),
+            "color": "@ink",
+            "thickness": 1.2,
+            "width": 3,
+        }
+    return Trace(bars)
+
+
+def _marks(case: Case, name: str, width: float) -> list[Trace]:
+    """Ticks across the bars where targets or aims lie; none where no bar has one."""
+    bounds = {place: case.bound(m, aim=name == "aim") for place, m in enumerate(case.rows)}
+    marked = {place: bound for place, bound in bounds.items() if bound is not None}
+    data = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": numbers(list(marked.values())),
+        "y": list(marked),
+        "marker": {
+            "symbol": "line-ns-open",
+            "size": 20,
+            "color": "@target",
+            "line": {"width": width, "color": "@target"},
+        },
+        "hovertemplate": f"{name}: %{{x:.3~g}}<extra></extra>",
+    }
+    return [Trace(data)] if marked else []
 
 
 def _labels(case: Case, *, in_full: bool) -> list[dict[str, Any]]:
@@ -220,7 +215,7 @@ def _labels(case: Case, *, in_full: bool) -> list[dict[str, Any]]:
             "yanchor": "bottom",
             "showarrow": False,
             "align": "left",
-            "text": f"{_name(m)} · {_short(m, case, in_full=in_full)}",
+            "text": f"{_bold(m)} · {_short(m, case, in_full=in_full)}",
             "font": {"size": 12 if in_full else 11},
             "bgcolor": "@card",
             "borderpad": 1,
@@ -229,7 +224,7 @@ def _labels(case: Case, *, in_full: bool) -> list[dict[str, Any]]:
     ]
 
 
-def _name(m: Measurement) -> str:
+def _bold(m: Measurement) -> str:
     return f"<b>{plot_text(m.implementation)}</b>" if m.target else plot_text(m.implementation)
 
 
@@ -252,7 +247,7 @@ def _details(m: Measurement) -> str:
 
 
 def _ends(quartiles: Sequence[float], median: float) -> tuple[float, float]:
-    """Of a record that may hold any number of them."""
+    """The first and the last quartile of a record, which may hold any number of them."""
     return (quartiles[0], quartiles[-1]) if quartiles else (median, median)
 
 
@@ -280,34 +275,23 @@ def _summary(case: Case) -> str:
 
 
 def _table(case: Case) -> Table:
-    errors = any(m.gradient_error is not None for m in case.rows)
-    rows = []
-    for m in case.rows:
-        verdict = case.verdict(m)
-        class_ = "good" if verdict.startswith("yes") else "bad" if verdict.startswith("no:") else None
-        quartiles = [_milliseconds(q) for q in _ends(m.milliseconds_quartiles, m.milliseconds)]
-        cells: list[Cell | str] = [
-            m.implementation,
-            _milliseconds(m.milliseconds),
-            " to ".join(quartiles),
-            f"{m.ratio:.3f}" if case.compares_times else DASH,
-            _mib(m.peak_mib),
-        ]
-        if errors:
-            cells.append(number_text(m.gradient_error, 3))
-        rows.append(Row((*cells, m.target or DASH, Cell(verdict or DASH, class_=class_))))
-    columns = [
-        Column("Implementation", "label"),
-        Column("Time"),
-        Column("Quartiles"),
-        Column("Ratio"),
-        Column("Peak memory"),
-    ]
-    if errors:
-        columns.append(Column("Gradient error"))
-    columns += [Column("Target", "words"), Column("Met", "words")]
-    rounds = sorted({m.rounds for m in case.rows})
-    notes = [f"Medians of {' to '.join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))} rounds."]
-    if errors:
+    has_errors = any(m.gradient_error is not None for m in case.rows)
+    fields: Fields[Measurement] = {
+        Column("Implementation", "label"): lambda m: m.implementation,
+        "Time": lambda m: _milliseconds(m.milliseconds),
+        "Quartiles": lambda m: " to ".join(map(_milliseconds, _ends(m.milliseconds_quartiles, m.milliseconds))),
+        "Ratio": lambda m: f"{m.ratio:.3f}" if case.compares_times else DASH,
+        "Peak memory": lambda m: _mib(m.peak_mib),
+        **({"Gradient error": lambda m: number_text(m.gradient_error, 3)} if has_errors else {}),
+        Column("Target", "words"): lambda m: m.target or DASH,
+        Column("Met", "words"): lambda m: _verdict_cell(case.verdict(m)),
+    }
+    notes = [f"Medians of {range_text(m.rounds for m in case.rows)} rounds."]
+    if has_errors:
         notes.append("Gradient error: of the worst gradient against float64, relative to torch's.")
-    return Table(caption=sentence(case.name), columns=columns, rows=rows, notes=notes)
+    return Table.of(case.rows, fields, caption=sentence(case.name), notes=notes)
+
+
+def _verdict_cell(verdict: str) -> Cell:
+    class_ = "good" if verdict.startswith("yes") else "bad" if verdict.startswith("no:") else ""
+    return Cell(verdict or DASH, class_=class_)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from sigsoftmax.records import Environment
 from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.comparisons import Comparison, comparisons
-from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, numbers
-from sigsoftmax.report.markup import plot_text
+from sigsoftmax.report.figures import HEADS_AXIS, Axis, Figure, Trace, dots, head_switches
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.section import Absent, Block, Section
+from sigsoftmax.report.rankings import RankedHead
+from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.tables import sentence
-from sigsoftmax.report.theme import Looks
+from sigsoftmax.report.theme import Look, Looks
 
 __all__ = ["section"]
 
@@ -42,44 +42,34 @@ def section(material: Material, looks: Looks) -> Section | Absent:
 
 def _figure(name: str, comparison: Comparison, looks: Looks, environments: Sequence[Environment]) -> Figure:
     ranking = comparison.ranking
-    has_truth, heads = ranking.has_truth, ranking.heads
-    traces = []
-    for head in heads:
-        look, values = looks[head.head], head.values
-        shown = list(values.values()) if has_truth else [perplexity(value) for value in values.values()]
-        places = [Sample.of(shown).mean, *shown]
-        test = head.perplexities.mean
-        words = [f"mean of {len(values)} seed{'s' if len(values) > 1 else ''}", *(f"seed {seed}" for seed in values)]
-        traces.append(
-            Trace(
-                {
-                    "type": "scatter",
-                    "mode": "markers",
-                    "name": plot_text(look.label),
-                    "x": numbers(places),
-                    "y": [plot_text(look.label)] * len(places),
-                    "marker": {
-                        "symbol": ["circle", *["circle-open"] * len(shown)],
-                        "size": [13, *[7] * len(shown)],
-                        "color": look.color,
-                    },
-                    "text": [f"{text}<br>test perplexity {test:.4g}" for text in words],
-                    "hovertemplate": "<b>%{fullData.name}</b><br>%{x:.4~g}, %{text}<extra></extra>",
-                },
-                (f"head:{head.head}",),
-            )
-        )
-    quantity = "mean KL to the truth (nats)" if has_truth else "test perplexity"
+    heads = ranking.heads
+    quantity = "mean KL to the truth (nats)" if ranking.has_truth else "test perplexity"
     return Figure(
         id=name,
         title=sentence(quantity) + ", by head",
         summary=f"{ranking.caption}. Least: {heads[0].label}; most: {heads[-1].label}. Large dots are means, small "
         "ones the seeds.",
         x=Axis(title=quantity, settings={"tickformat": ",.4~g"}),
-        y=Axis(title="", can_switch=False, settings={"type": "category", "autorange": "reversed", "automargin": True}),
-        traces=traces,
-        legend=[Switch(f"head:{h.head}", looks[h.head].label, True, looks[h.head]) for h in heads],
+        y=HEADS_AXIS,
+        traces=[_dots(head, looks[head.head], has_truth=ranking.has_truth) for head in heads],
+        legend=head_switches([head.head for head in heads], looks),
         table=ranking.table(looks),
         environments=list(environments),
         height=110 + 40 * len(heads),
+    )
+
+
+def _dots(head: RankedHead, look: Look, *, has_truth: bool) -> Trace:
+    """The mean of a head and its seeds."""
+    values = list(head.values.values()) if has_truth else [perplexity(value) for value in head.values.values()]
+    count = len(values)
+    words = [f"mean of {count} seed{'s' if count > 1 else ''}", *(f"seed {seed}" for seed in head.values)]
+    return dots(
+        [Sample.of(values).mean, *values],
+        look,
+        {"symbol": ["circle", *["circle-open"] * count], "size": [13, *[7] * count]},
+        name=look.label,
+        keys=(f"head:{head.head}",),
+        text=[f"{text}<br>test perplexity {head.perplexities.mean:.4g}" for text in words],
+        hovertemplate="<b>%{fullData.name}</b><br>%{x:.4~g}, %{text}<extra></extra>",
     )

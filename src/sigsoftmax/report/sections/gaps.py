@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.published import paper
 from sigsoftmax.records.published.paper import Split, Stage
-from sigsoftmax.records.statistics import LEAST_SEEDS, POWER, SIGNIFICANCE, Gap, PairedDifference, Sample
+from sigsoftmax.records.statistics import LEAST_SEEDS, POWER, SIGNIFICANCE, Gap, PairedDifference, Sample, perplexity
 from sigsoftmax.report.material import changes
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant
-from sigsoftmax.report.tables import DASH, MINUS, Column, Row, Table, signed_text
+from sigsoftmax.report.tables import DASH, MINUS, Column, Fields, Table, signed_text
 from sigsoftmax.report.theme import head_label, same_head
 
 __all__ = ["PAIRS", "Judged", "gap_tables", "judged_gaps"]
@@ -23,7 +24,7 @@ PAIRS = (
     *(("softmax", SCALED), (SCALED, "sigsoftmax"), ("softmax", "sigmoid"), ("sigsoftmax", "sigmoid")),
     *(("softmax", "gss(k=0)"), ("softmax", "relu"), ("softmax", "mos(K=15)")),
 )
-"""What is compared, the baseline first: what the paper claims, then what may explain it."""
+"""Pairs that are compared, the baseline first: what the paper claims, then what may explain it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Judged:
     split: Split
     published: Gap | None
     paired: PairedDifference
-    """of perplexities, over the seeds that both heads have"""
+    """difference of perplexities over the seeds that both heads have"""
     relative: float
     """the second head's perplexity relative to the first's, less 1: the mean over the same seeds, of logarithms"""
     setting: str
@@ -53,7 +54,7 @@ class Judged:
         return " to ".join(map(signed_text, ends))
 
     def verdict(self) -> str:
-        """Whether our seeds show a difference."""
+        """The difference that our seeds show, if they show one."""
         if not math.isfinite(self.size):
             return "not finite: nothing follows"
         if self.paired.is_resolved is None:
@@ -69,13 +70,13 @@ class Judged:
 def judged_gaps(corpus: str, variants: Sequence[Variant], stages: Sequence[Stage] = paper.STAGES) -> list[Judged]:
     """The comparisons of ``PAIRS`` wherever both heads were run with a common seed under the same setting."""
     found = []
-    for first, second in PAIRS:
-        for one in (v for v in variants if same_head(v.run.head) == first):
-            for other in (v for v in variants if same_head(v.run.head) == second and v.setting == one.setting):
-                for stage in stages:
-                    for split in paper.SPLITS:
-                        gap = _judged(corpus, (first, second), (stage, split), (one, other))
-                        found += [gap] if gap else []
+    for heads in PAIRS:
+        firsts, seconds = ([v for v in variants if same_head(v.run.head) == head] for head in heads)
+        pairs = [(one, other) for one in firsts for other in seconds if one.setting == other.setting]
+        gaps = (
+            _judged(corpus, heads, (stage, split), pair) for pair in pairs for stage in stages for split in paper.SPLITS
+        )
+        found += [gap for gap in gaps if gap]
     return found
 
 
@@ -89,9 +90,7 @@ def _judged(
     paired = PairedDifference.of(first, second)
     if paired is None:
         return None
-    logs = [{seed: math.log(values[seed]) for seed in paired.seeds} for values in (second, first)]
-    relative = PairedDifference.of(logs[0], logs[1])
-    assert relative is not None
+    logs = [math.log(second[seed]) - math.log(first[seed]) for seed in paired.seeds]
     return Judged(
         corpus=corpus,
         first=heads[0],
@@ -100,7 +99,7 @@ def _judged(
         split=place[1],
         published=published_gap(corpus, *heads, *place),
         paired=paired,
-        relative=relative.perplexity_change,
+        relative=perplexity(Sample.of(logs).mean) - 1.0,
         setting=", ".join(changes(variants[0].run)),
     )
 
@@ -118,35 +117,20 @@ def published_gap(corpus: str, first: str, second: str, stage: Stage, split: Spl
 
 def gap_tables(corpus: str, gaps: Sequence[Judged]) -> list[Table]:
     """One for every comparison."""
+    fields: Fields[Judged] = {
+        Column("Perplexity", "label"): lambda gap: f"{SPLIT_TITLES[gap.split]}, {STAGE_TITLES[gap.stage]}",
+        "Paper": lambda gap: _published_text(gap.published),
+        "Ours": lambda gap: signed_text(gap.size),
+        "95 % interval": lambda gap: gap.interval(),
+        "Relative": lambda gap: percent_text(gap.relative),
+        "Seeds in common": lambda gap: str(len(gap.paired.seeds)),
+        Column("What it shows", "words"): lambda gap: gap.verdict(),
+    }
     found = []
-    for first, second, setting in dict.fromkeys((gap.first, gap.second, gap.setting) for gap in gaps):
-        here = [gap for gap in gaps if (gap.first, gap.second, gap.setting) == (first, second, setting)]
-        rows = [
-            Row(
-                (
-                    f"{SPLIT_TITLES[gap.split]}, {STAGE_TITLES[gap.stage]}",
-                    _published_text(gap.published),
-                    signed_text(gap.size),
-                    gap.interval(),
-                    percent_text(gap.relative),
-                    str(len(gap.paired.seeds)),
-                    gap.verdict(),
-                )
-            )
-            for gap in here
-        ]
-        columns = [Column("Perplexity", "label"), Column("Paper"), Column("Ours"), Column("95 % interval")]
-        columns += [Column("Relative"), Column("Seeds in common"), Column("What it shows", "words")]
+    for (first, second, setting), here in grouped(gaps, lambda gap: (gap.first, gap.second, gap.setting)).items():
         title = f"{head_label(first)} {MINUS} {head_label(second)} on {corpus}"
-        found.append(
-            Table(
-                caption=", ".join(filter(None, (title, setting))) + ": are the seeds enough?",
-                columns=columns,
-                rows=rows,
-                notes=_notes(first, second),
-                has_heading=True,
-            )
-        )
+        caption = ", ".join(filter(None, (title, setting))) + ": are the seeds enough?"
+        found.append(Table.of(here, fields, caption=caption, notes=_notes(first, second), has_heading=True))
     return found
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from sigsoftmax.records import Environment
+from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.published import paper
 from sigsoftmax.records.published.paper import PublishedTable, Split, Stage
-from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, RunIdentity
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord, RunIdentity
 from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.material import Material, run_label, setting_label
-from sigsoftmax.report.tables import DASH, Cell, Column, Row, Table, range_text, sample_text
-from sigsoftmax.report.theme import Looks, head_label, same_head, swatch
+from sigsoftmax.report.tables import DASH, Column, Fields, Row, Table, head_cell, range_text, sample_text
+from sigsoftmax.report.theme import Looks, same_head
 
 __all__ = ["Variant", "collect", "grid_edges", "grid_table", "perplexity_table"]
 
@@ -28,6 +30,16 @@ STAGE_TITLES: dict[Stage, str] = {
     "dynamic evaluation": "dynamic evaluation",
 }
 SPLIT_TITLES: dict[Split, str] = {"valid": "Validation", "test": "Test"}
+SHORT_SOURCES = {
+    paper.PAPER: "paper",
+    paper.AWD: "Merity et al.",
+    paper.MOS: "Yang et al.",
+    paper.KRAUSE: "Krause et al.",
+}
+MARKS = {
+    "†": "† The least validation perplexity of the epochs on record: no evaluation of some run is there.",
+    "‡": "‡ Of models that were not finetuned; the paper's were.",
+}
 
 
 @dataclass(kw_only=True)
@@ -35,16 +47,52 @@ class Variant:
     """All seeds of one thing: a recipe with its changes, a head, a precision, on a corpus."""
 
     run: RunIdentity
-    """of one of its seeds"""
+    """the identity of one of its seeds"""
     perplexities: dict[Place, dict[int, float]] = field(default_factory=dict)
     """stage and split -> seed -> perplexity"""
-    unfinished: set[Place] = field(default_factory=set)
-    """where a validation perplexity is the least of the epochs so far, for want of an evaluation"""
-    not_finetuned: set[Place] = field(default_factory=set)
-    """where some model was evaluated dynamically without having been finetuned, as the paper's were"""
+    batches: dict[tuple[Place, int], int] = field(default_factory=dict)
+    """the batches of evaluations"""
+    provisional: set[tuple[Place, int]] = field(default_factory=set)
+    """places and seeds of validation perplexities that are the least of the epochs so far, for want of an evaluation,
+    and of dynamic evaluations of models that were not finetuned, as the paper's were"""
     environments: list[Environment] = field(default_factory=list)
     epochs: dict[int, list[EpochRecord]] = field(default_factory=dict)
-    """of all phases, by seed"""
+    """the epochs of all phases, by seed"""
+
+    def add_epoch(self, record: EpochRecord, environment: Environment) -> None:
+        seed = record.run.seed
+        place: Place = (PHASES[record.run.phase], "valid")
+        least = min(self.perplexities.get(place, {}).get(seed, math.inf), perplexity(record.valid_loss))
+        self._set(place, seed, least, environment)
+        self.provisional.add((place, seed))
+        self.epochs.setdefault(seed, []).append(record)
+
+    def add_evaluation(self, record: EvaluationRecord, environment: Environment) -> None:
+        seed, place = record.run.seed, (PHASES[record.run.phase], cast(Split, record.split))
+        if self.batches.get((place, seed)) == BATCHES[record.split]:
+            return
+        self.batches[place, seed] = record.batch
+        self._set(place, seed, perplexity(record.loss), environment)
+        self.provisional.discard((place, seed))
+
+    def add_dynamic(self, record: DynamicEvaluationRecord, environment: Environment) -> None:
+        seed = record.run.seed
+        place: Place = ("dynamic evaluation", cast(Split, record.split))
+        is_finetuned = record.run.phase == "finetune"
+        is_known = seed in self.perplexities.get(place, {}) and (place, seed) not in self.provisional
+        if is_known and not is_finetuned:
+            return
+        self._set(place, seed, perplexity(record.loss), environment)
+        (self.provisional.discard if is_finetuned else self.provisional.add)((place, seed))
+
+    def _set(self, place: Place, seed: int, value: float, environment: Environment) -> None:
+        self.perplexities.setdefault(place, {})[seed] = value
+        self.environments.append(environment)
+
+    def mark(self, place: Place) -> str:
+        """A key of ``MARKS`` where some seed is provisional; else empty."""
+        is_marked = any((place, seed) in self.provisional for seed in self.perplexities.get(place, ()))
+        return ("‡" if place[0] == "dynamic evaluation" else "†") if is_marked else ""
 
     def sample(self, place: Place) -> Sample | None:
         found = self.perplexities.get(place)
@@ -61,7 +109,7 @@ class Variant:
 
     @property
     def setting(self) -> tuple[object, ...]:
-        """What two heads must share to be compared."""
+        """The changes, precision and text that two heads must share to be compared."""
         return (self.run.overrides, self.run.precision, self.run.corpus_checksum)
 
 
@@ -75,81 +123,27 @@ def collect(material: Material) -> dict[str, list[Variant]]:
 
     # In order of trust: later ones replace earlier ones.
     for epoch in material.epochs:
-        run = epoch.payload.run
-        stage = PHASES.get(run.phase)
-        if stage is None:
-            continue
-        seeds = variant(run).perplexities.setdefault((stage, "valid"), {})
-        seeds[run.seed] = min(seeds.get(run.seed, math.inf), perplexity(epoch.payload.valid_loss))
-        variant(run).unfinished.add((stage, "valid"))
-        variant(run).environments.append(epoch.environment)
-        variant(run).epochs.setdefault(run.seed, []).append(epoch.payload)
-    evaluated: dict[tuple[int, Place, int], int] = {}
+        if epoch.payload.run.phase in PHASES:
+            variant(epoch.payload.run).add_epoch(epoch.payload, epoch.environment)
     for evaluation in material.evaluations:
-        payload = evaluation.payload
-        stage = PHASES.get(payload.run.phase)
-        if stage is None or payload.split not in BATCHES:
-            continue
-        split: Split = "valid" if payload.split == "valid" else "test"
-        one, place = variant(payload.run), (stage, split)
-        earlier = evaluated.get((id(one), place, payload.run.seed))
-        if earlier == BATCHES[split]:
-            continue
-        evaluated[id(one), place, payload.run.seed] = payload.batch
-        one.perplexities.setdefault(place, {})[payload.run.seed] = perplexity(payload.loss)
-        one.environments.append(evaluation.environment)
-    for one in found.values():
-        one.unfinished = {
-            place
-            for place in one.unfinished
-            if any((id(one), place, seed) not in evaluated for seed in one.perplexities[place])
-        }
+        if evaluation.payload.run.phase in PHASES and evaluation.payload.split in BATCHES:
+            variant(evaluation.payload.run).add_evaluation(evaluation.payload, evaluation.environment)
     for dynamic in material.dynamic_evaluations:
-        record = dynamic.payload
-        if not (record.chosen and record.complete) or record.split not in BATCHES:
-            continue
-        one = variant(record.run)
-        place = ("dynamic evaluation", "valid" if record.split == "valid" else "test")
-        finetuned = record.run.phase == "finetune"
-        if not finetuned and (id(one), place, record.run.seed) in evaluated:
-            continue
-        if finetuned:
-            evaluated[id(one), place, record.run.seed] = 1
-        one.perplexities.setdefault(place, {})[record.run.seed] = perplexity(record.loss)
-        one.environments.append(dynamic.environment)
-        if any((id(one), place, seed) not in evaluated for seed in one.perplexities[place]):
-            one.not_finetuned.add(place)
-        else:
-            one.not_finetuned.discard(place)
-    corpora: dict[str, list[Variant]] = {}
-    for one in found.values():
-        corpora.setdefault(one.run.corpus, []).append(one)
-    return corpora
+        if dynamic.payload.chosen and dynamic.payload.complete and dynamic.payload.split in BATCHES:
+            variant(dynamic.payload.run).add_dynamic(dynamic.payload, dynamic.environment)
+    return grouped(found.values(), lambda one: one.run.corpus)
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
 def published_text(value: paper.PublishedResult | None) -> str:
-    """With the digits it was published with."""
+    """A published value with the digits it was published with."""
     if value is None:
         return DASH
     form = ",.0f" if value.perplexity >= 500.0 else ""
     spread = "" if value.deviation is None else f" ± {format(value.deviation, form or 'g')}"
     return format(value.perplexity, form) + spread
-
-
-SHORT_SOURCES = {
-    paper.PAPER: "paper",
-    paper.AWD: "Merity et al.",
-    paper.MOS: "Yang et al.",
-    paper.KRAUSE: "Krause et al.",
-}
-
-
-def _source_text(source: str) -> str:
-    """A short name for a source; the note under the table says it in full."""
-    return SHORT_SOURCES.get(source, source)
 
 
 def ordered_heads(variants: Iterable[Variant]) -> list[str]:
@@ -171,120 +165,106 @@ def perplexity_table(
 
     ``missing``, where it is given, stands in a row of ours for every head of which there is no run.
     """
+    places = _places(table, variants)
+    own = grouped(
+        (v for v in variants if v.perplexities.keys() & set(places)), lambda variant: same_head(variant.run.head)
+    )
+    lost = [Row((f"ours: {missing}", *[DASH] * (2 + len(places))), class_="ours")] if missing else []
+    rows: list[Row] = []
+    sources: dict[str, None] = {}
+    for head in ordered_heads(variants):
+        published = _published_rows(corpus, head, places) if table else {}
+        ours = [_own_row(variant, places) for variant in own.get(head, ())]
+        if published or ours:
+            rows += [Row((head_cell(head, looks),)), *published.values(), *(ours or lost)]
+        sources |= dict.fromkeys(published)
+    return Table(
+        caption=title,
+        columns=[Column("Source", "label"), Column("Seeds"), Column("Epochs"), *_columns(places)],
+        rows=rows,
+        notes=_notes(rows, sources),
+        has_heading=has_heading,
+    )
+
+
+def _places(table: PublishedTable | None, variants: Sequence[Variant]) -> list[Place]:
+    """The stages and splits of a table of the paper; without one, those of the variants."""
     stages = table.stages if table else paper.STAGES
     places: list[Place] = [(stage, split) for stage in stages for split in paper.SPLITS]
-    if table is None:
-        places = [place for place in places if any(place in variant.perplexities for variant in variants)]
-    rows: list[Row] = []
-    sources: list[str] = []
-    counts_differ = unfinished = not_finetuned = False
-    for head in ordered_heads(variants):
-        group: list[Row] = []
-        published = paper.results(corpus=corpus, head=head, source=None) if table else []
-        for source in dict.fromkeys(result.source for result in published):
-            values = {(r.stage, r.split): r for r in published if r.source == source}
-            if not any(place in values for place in places):
-                continue
-            sources.append(source)
-            seeds = next(iter(values.values())).seeds
-            cells = [published_text(values.get(place)) for place in places]
-            group.append(Row((_source_text(source), str(seeds or DASH), DASH, *cells), class_="published"))
-        for variant in variants:
-            if same_head(variant.run.head) != head or not any(place in variant.perplexities for place in places):
-                continue
-            samples = {place: variant.sample(place) for place in places}
-            counts = {sample.count for sample in samples.values() if sample}
-            cells = []
-            for place, sample in samples.items():
-                text = sample_text(sample)
-                if sample and len(counts) > 1:
-                    text += f" (n = {sample.count})"
-                    counts_differ = True
-                if sample and place in variant.unfinished:
-                    text += " †"
-                    unfinished = True
-                if sample and place in variant.not_finetuned:
-                    text += " ‡"
-                    not_finetuned = True
-                cells.append(text)
-            source = ", ".join(filter(None, ("ours", setting_label(variant.run))))
-            group.append(Row((source, range_text(counts), variant.epochs_text(), *cells), class_="ours"))
-        if missing and group and not any(row.class_ == "ours" for row in group):
-            group.append(Row((f"ours: {missing}", *[DASH] * (2 + len(places))), class_="ours"))
-        if group:
-            rows += [Row((Cell(head_label(head), swatch(looks[head])),)), *group]
-    one_stage = len({stage for stage, _ in places}) == 1
-    columns = [Column("Source", "label"), Column("Seeds"), Column("Epochs")]
-    columns += [Column(SPLIT_TITLES[split], group="" if one_stage else STAGE_TITLES[stage]) for stage, split in places]
+    return [place for place in places if table or any(place in variant.perplexities for variant in variants)]
+
+
+def _columns(places: Sequence[Place]) -> list[Column]:
+    has_groups = len({stage for stage, _ in places}) > 1
+    return [Column(SPLIT_TITLES[split], group=STAGE_TITLES[stage] * has_groups) for stage, split in places]
+
+
+def _published_rows(corpus: str, head: str, places: Sequence[Place]) -> dict[str, Row]:
+    """A row for each source that has something at one of the places."""
+    rows = {}
+    for source, found in grouped(paper.results(corpus=corpus, head=head, source=None), lambda r: r.source).items():
+        values = {(result.stage, result.split): result for result in found}
+        cells = [published_text(values.get(place)) for place in places]
+        if any(place in values for place in places):
+            name, seeds = SHORT_SOURCES.get(source, source), str(found[0].seeds or DASH)
+            rows[source] = Row((name, seeds, DASH, *cells), class_="published")
+    return rows
+
+
+def _own_row(variant: Variant, places: Sequence[Place]) -> Row:
+    samples = {place: variant.sample(place) for place in places}
+    counts = {sample.count for sample in samples.values() if sample}
+    cells = []
+    for place, sample in samples.items():
+        count = f"(n = {sample.count})" if sample and len(counts) > 1 else ""
+        cells.append(" ".join(filter(None, (sample_text(sample), count, variant.mark(place)))))
+    source = ", ".join(filter(None, ("ours", setting_label(variant.run))))
+    return Row((source, range_text(counts), variant.epochs_text(), *cells), class_="ours")
+
+
+def _notes(rows: Sequence[Row], sources: Iterable[str]) -> list[str]:
+    """Notes on what stands in the rows."""
     notes = ["Mean ± standard deviation over seeds. Epochs: of training, and of finetuning after the plus."]
-    if sources:
-        named = [
-            source if source.startswith(_source_text(source)) else f"{_source_text(source)}: {source}"
-            for source in dict.fromkeys(sources)
-        ]
+    short = {source: SHORT_SOURCES.get(source, source) for source in sources}
+    if named := [source if source.startswith(name) else f"{name}: {source}" for source, name in short.items()]:
         notes.append(f"Sources: {'; '.join(named)}.")
-    if counts_differ:
+    written = " ".join(text for row in rows if row.class_ == "ours" for text in row.texts[3:])
+    if "(n = " in written:
         notes.append("n: seeds of that cell, where the cells of a row differ.")
-    if unfinished:
-        notes.append("† The least validation perplexity of the epochs on record: no evaluation of some run is there.")
-    if not_finetuned:
-        notes.append("‡ Of models that were not finetuned; the paper's were.")
-    return Table(caption=title, columns=columns, rows=rows, notes=notes, has_heading=has_heading)
+    return notes + [note for mark, note in MARKS.items() if mark in written]
 
 
 # --- dynamic evaluation's grid ------------------------------------------------------------------------------------
 
 
 def grid_edges(chosen: DynamicEvaluationRecord, tried: Sequence[DynamicEvaluationRecord]) -> list[str]:
-    """Which of the rates η and λ of the winner are at an end of those that were tried."""
-    rates, decays = {p.learning_rate for p in tried}, {p.decay for p in tried}
-    return [
-        name
-        for name, value, values in (("η", chosen.learning_rate, rates), ("λ", chosen.decay, decays))
-        if len(values) > 1 and value in (min(values), max(values))
-    ]
+    """The rates η and λ of the winner that are at an end of those that were tried."""
+    values = {
+        "η": (chosen.learning_rate, {p.learning_rate for p in tried}),
+        "λ": (chosen.decay, {p.decay for p in tried}),
+    }
+    return [name for name, (own, every) in values.items() if len(every) > 1 and own in (min(every), max(every))]
 
 
 def grid_table(title: str, records: Sequence[DynamicEvaluationRecord], looks: Looks) -> Table | None:
-    """Which points of the grid won, and whether they lie on its edge."""
-    runs: dict[RunIdentity, list[DynamicEvaluationRecord]] = {}
-    for record in records:
-        runs.setdefault(record.run, []).append(record)
-    rows = []
-    for run, points in runs.items():
+    """The points of the grid that won, and the edges of the grid that they lie on."""
+    Found = tuple[DynamicEvaluationRecord, list[DynamicEvaluationRecord]]
+    found: list[Found] = []
+    for points in grouped(records, lambda record: record.run).values():
         # A part of the grid may have been searched before the whole.
-        chosen = next((p for p in reversed(points) if p.chosen), None)
-        tried = [p for p in points if p.split == "valid"]
-        if chosen is None:
-            continue
-        rows.append(
-            Row(
-                (
-                    Cell(head_label(run.head), swatch(looks[run.head])),
-                    run_label(run),
-                    str(run.seed),
-                    f"{chosen.learning_rate:.3g}",
-                    f"{chosen.decay:.3g}",
-                    f"{chosen.epsilon:.3g}",
-                    str(len(tried)) if tried else DASH,
-                    (" and ".join(grid_edges(chosen, tried)) or "no") if len(tried) > 1 else DASH,
-                )
-            )
-        )
-    if not rows:
-        return None
-    columns = [Column("Output function", "label"), Column("Run", "words"), Column("Seed")]
-    columns += [
-        Column("Learning rate η"),
-        Column("Decay λ"),
-        Column("ε"),
-        Column("Points tried"),
-        Column("On the edge", "words"),
-    ]
-    return Table(
-        caption=title,
-        columns=columns,
-        rows=rows,
-        notes=["A value on the edge of the grid may not be the best there is."],
-        has_heading=True,
-    )
+        chosen = [point for point in points if point.chosen][-1:]
+        found += [(point, [p for p in points if p.split == "valid"]) for point in chosen]
+    fields: Fields[Found] = {
+        Column("Output function", "label"): lambda one: head_cell(one[0].run.head, looks),
+        Column("Run", "words"): lambda one: run_label(one[0].run),
+        "Seed": lambda one: str(one[0].run.seed),
+        "Learning rate η": lambda one: f"{one[0].learning_rate:.3g}",
+        "Decay λ": lambda one: f"{one[0].decay:.3g}",
+        "ε": lambda one: f"{one[0].epsilon:.3g}",
+        "Points tried": lambda one: str(len(one[1]) or DASH),
+        Column("On the edge", "words"): lambda one: (
+            (" and ".join(grid_edges(*one)) or "no") if len(one[1]) > 1 else DASH
+        ),
+    }
+    notes = ["A value on the edge of the grid may not be the best there is."]
+    return Table.of(found, fields, caption=title, notes=notes, has_heading=True) if found else None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.published import paper
-from sigsoftmax.records.published.paper import PublishedTable
-from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, numbers
+from sigsoftmax.records.published.paper import PublishedResult, PublishedTable
+from sigsoftmax.records.statistics import Sample
+from sigsoftmax.report.figures import HEADS_AXIS, Axis, Figure, Switch, Trace, dots, far_above, head_switches, numbers
 from sigsoftmax.report.markup import plot_text, tag
 from sigsoftmax.report.material import Material, corpus_label, run_label
-from sigsoftmax.report.section import Absent, Block, Section
 from sigsoftmax.report.sections.gaps import Judged, gap_tables, judged_gaps
 from sigsoftmax.report.sections.perplexities import (
     SPLIT_TITLES,
@@ -23,27 +24,30 @@ from sigsoftmax.report.sections.perplexities import (
     ordered_heads,
     perplexity_table,
 )
+from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.tables import Table, sentence, signed_text
 from sigsoftmax.report.theme import Look, Looks, head_label, same_head
 
 __all__ = ["section", "tables"]
 
-FAR = 3.0
-"""A head whose perplexity is this many times the median is not shown at first: the others would be one dot."""
-
 
 def tables(material: Material, looks: Looks) -> list[Table]:
     """Tables 1, 2, 4 and 5 with ours, as far as there are records; then other corpora."""
     corpora = _corpora(material)
-    found = [
-        perplexity_table(table, table.corpus, f"Table {table.number}. {table.title}", corpora[table.corpus], looks)
-        for table in paper.TABLES
-        if table.stages and _has_records(table, corpora)
+    found = [(number, made) for corpus in corpora for number, made in _tables(corpus, corpora[corpus], looks)]
+    return [made for _, made in sorted(found, key=lambda pair: pair[0])]
+
+
+def _tables(corpus: str, variants: Sequence[Variant], looks: Looks) -> list[tuple[int, Table]]:
+    """The tables of a corpus after their numbers in the paper; ours come last."""
+    if corpus not in paper.CORPORA:
+        made = perplexity_table(None, corpus, f"Perplexity on {corpus_label(corpus)}", variants, looks)
+        return [(len(paper.TABLES) + 1, made)]
+    return [
+        (t.number, perplexity_table(t, corpus, f"Table {t.number}. {t.title}", variants, looks))
+        for t in paper.TABLES
+        if t.corpus == corpus and _has_records(t, variants)
     ]
-    for corpus, variants in corpora.items():
-        if corpus not in paper.CORPORA:
-            found.append(perplexity_table(None, corpus, f"Perplexity on {corpus_label(corpus)}", variants, looks))
-    return found
 
 
 def _corpora(material: Material) -> dict[str, list[Variant]]:
@@ -56,8 +60,7 @@ def _corpora(material: Material) -> dict[str, list[Variant]]:
     }
 
 
-def _has_records(table: PublishedTable, corpora: dict[str, list[Variant]]) -> bool:
-    variants = corpora.get(table.corpus, [])
+def _has_records(table: PublishedTable, variants: Sequence[Variant]) -> bool:
     return any(stage in table.stages for variant in variants for stage, _ in variant.perplexities)
 
 
@@ -68,55 +71,45 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     blocks: list[Block] = []
     gaps: list[Judged] = []
     for number, (corpus, variants) in enumerate(corpora.items(), start=1):
-        stages = [s for s in reversed(paper.STAGES) if any(s == stage for v in variants for stage, _ in v.perplexities)]
-        here = judged_gaps(corpus, variants, stages)
+        reached = {stage for variant in variants for stage, _ in variant.perplexities}
+        here = judged_gaps(corpus, variants, [stage for stage in reversed(paper.STAGES) if stage in reached])
         gaps += here
         blocks.append(_dots(f"perplexity-{number}", corpus, variants, looks))
-        for table in paper.TABLES:
-            if table.corpus == corpus and table.stages and _has_records(table, corpora):
-                title = f"Table {table.number}. {table.title}"
-                blocks.append(perplexity_table(table, corpus, title, variants, looks, has_heading=True))
-        if corpus not in paper.CORPORA:
-            title = f"Perplexity on {corpus_label(corpus)}"
-            blocks.append(perplexity_table(None, corpus, title, variants, looks, has_heading=True))
+        blocks += [replace(made, has_heading=True) for _, made in _tables(corpus, variants, looks)]
         blocks += gap_tables(corpus_label(corpus), here)
-        points = [
-            e.payload for e in material.dynamic_evaluations if e.payload.run.corpus == corpus and e.payload.complete
-        ]
-        grid = grid_table(f"Dynamic evaluation on {corpus_label(corpus)}: the points that won", points, looks)
-        if grid:
-            blocks.append(grid)
-    absent = [table.number for table in paper.TABLES if table.stages and not _has_records(table, corpora)]
+        blocks += _grid(corpus, material, looks)
     has_paper = any(corpus in paper.CORPORA for corpus in corpora)
-    if absent and has_paper:
-        numbers_text = " and ".join(filter(None, [", ".join(map(str, absent[:-1])), str(absent[-1])]))
-        plural = len(absent) > 1
-        blocks.append(
-            tag("p", f"No records for table{'s' if plural else ''} {numbers_text} of the paper.", class_="note")
-        )
+    published = ": the published numbers, and what runs of ours measured, with their spread over seeds."
     return Section(
         id="reproduction",
         title="The paper's tables beside ours" if has_paper else "Perplexities",
         short="Perplexity",
-        lead="Perplexity of language models with each output function"
-        + (
-            ": the published numbers, and what runs of ours measured, with their spread over seeds."
-            if has_paper
-            else "."
-        ),
+        lead="Perplexity of language models with each output function" + (published if has_paper else "."),
         findings=_findings(gaps),
-        blocks=blocks,
+        blocks=blocks + (_missing(corpora) if has_paper else []),
         key_findings=2,
     )
 
 
+def _grid(corpus: str, material: Material, looks: Looks) -> list[Table]:
+    dynamic = [entry.payload for entry in material.dynamic_evaluations]
+    points = [record for record in dynamic if record.run.corpus == corpus and record.complete]
+    table = grid_table(f"Dynamic evaluation on {corpus_label(corpus)}: the points that won", points, looks)
+    return [table] if table else []
+
+
+def _missing(corpora: Mapping[str, Sequence[Variant]]) -> list[Block]:
+    """The tables of the paper for which there are no records."""
+    lost = [str(t.number) for t in paper.TABLES if t.stages and not _has_records(t, corpora.get(t.corpus, ()))]
+    listed = " and ".join(filter(None, [", ".join(lost[:-1]), *lost[-1:]]))
+    text = f"No records for table{'s' if len(lost) > 1 else ''} {listed} of the paper."
+    return [tag("p", text, class_="note")] if lost else []
+
+
 def _findings(gaps: Sequence[Judged]) -> list[str]:
     """One sentence for each comparison: where there are seeds to judge by, at the last stage, on test if possible."""
-    comparisons: dict[tuple[str, str, str, str], list[Judged]] = {}
-    for gap in gaps:
-        comparisons.setdefault((gap.corpus, gap.first, gap.second, gap.setting), []).append(gap)
     lines = []
-    for found in comparisons.values():
+    for found in grouped(gaps, lambda g: (g.corpus, g.first, g.second, g.setting)).values():
         gap = max(
             found,
             key=lambda g: (g.paired.is_resolved is not None, paper.STAGES.index(g.stage), paper.SPLITS.index(g.split)),
@@ -132,71 +125,67 @@ def _findings(gaps: Sequence[Judged]) -> list[str]:
 
 def _dots(name: str, corpus: str, variants: Sequence[Variant], looks: Looks) -> Figure:
     """Paper and ours on one axis, with one standard deviation either way, at the last stage there is."""
-    places: list[Place] = [(stage, split) for stage in reversed(paper.STAGES) for split in reversed(paper.SPLITS)]
-    place = next(p for p in places if any(p in v.perplexities for v in variants))
-    stage, split = place
+    reached = {place for variant in variants for place in variant.perplexities}
+    stage, split = place = max(reached, key=lambda p: (paper.STAGES.index(p[0]), paper.SPLITS.index(p[1])))
     has_paper = corpus in paper.CORPORA
-    most: dict[str, float] = {}
-    traces: list[Trace] = []
-    for head in ordered_heads(variants):
-        look = looks[head]
-        published = paper.results(corpus=corpus, head=head, stage=stage, split=split)
-        own = [(v, s) for v in variants if same_head(v.run.head) == head and (s := v.sample(place)) is not None]
-        if not published and not own:
-            continue
-        most[head] = max([*(r.perplexity for r in published), *(s.mean for _, s in own)])
-        for result in published:
-            words = f"± {result.deviation:g}, {result.seeds} seeds"
-            marker = {"symbol": "diamond-open", "size": 12, "color": look.color, "line": {"width": 2}}
-            traces.append(_dot(look, "paper", head, result.perplexity, result.deviation, words, marker))
-        for variant, sample in own:
-            spread = "no spread" if sample.deviation is None else f"± {sample.deviation:.3g}"
-            seeds = f"{sample.count} seed{'s' if sample.count > 1 else ''}"
-            words = f"{spread}, {seeds}<br>{plot_text(run_label(variant.run))}"
-            marker = {"symbol": "circle", "size": 12, "color": look.color}
-            traces.append(_dot(look, "ours", head, sample.mean, sample.deviation, words, marker))
-    far = [head for head, value in most.items() if not value <= FAR * statistics.median(most.values())]
-    where = f"{SPLIT_TITLES[split].lower()} perplexity, {STAGE_TITLES[stage]}"
-    summary = "Dots are ours, with one standard deviation either way"
-    summary += "; diamonds are the paper's." if has_paper else "."
-    if far:
-        summary += f" Far to the right and not shown at first: {', '.join(map(head_label, far))}."
+    dots_of = {head: _dots_of(corpus, head, place, variants) for head in ordered_heads(variants)}
+    most = {head: max(dot.value for dot in found) for head, found in dots_of.items() if found}
+    far = far_above(most)
+    far_text = f" Far to the right and not shown at first: {', '.join(map(head_label, far))}." if far else ""
+    whose = "; diamonds are the paper's." if has_paper else "."
+    of_paper = next((t for t in paper.TABLES if t.corpus == corpus and t.stages == paper.STAGES), None)
     return Figure(
         id=name,
-        title=f"{sentence(corpus_label(corpus))}: {where}",
-        summary=summary,
+        title=f"{sentence(corpus_label(corpus))}: {SPLIT_TITLES[split].lower()} perplexity, {STAGE_TITLES[stage]}",
+        summary=f"Dots are ours, with one standard deviation either way{whose}{far_text}",
         x=Axis(title="perplexity", settings={"tickformat": ",.4~g"}),
-        y=Axis(title="", can_switch=False, settings={"type": "category", "autorange": "reversed", "automargin": True}),
-        traces=traces,
-        legend=[Switch(f"head:{head}", looks[head].label, head not in far, looks[head]) for head in most],
-        switches=[Switch("paper", "Paper"), Switch("ours", "Ours")] if has_paper else [],
+        y=HEADS_AXIS,
+        traces=[dot.trace(head, looks[head]) for head, found in dots_of.items() for dot in found],
+        legend=head_switches(most, looks, far),
+        switches=[Switch("paper", "Paper"), Switch("ours", "Ours")] * has_paper,
         height=110 + 44 * len(most),
-        table=perplexity_table(
-            next((t for t in paper.TABLES if t.corpus == corpus and t.stages == paper.STAGES), None),
-            corpus,
-            f"All stages on {corpus_label(corpus)}",
-            variants,
-            looks,
-        ),
+        table=perplexity_table(of_paper, corpus, f"All stages on {corpus_label(corpus)}", variants, looks),
         environments=[e for v in variants for e in v.environments],
     )
 
 
-def _dot(
-    look: Look, whose: str, head: str, value: float, deviation: float | None, words: str, marker: Mapping[str, Any]
-) -> Trace:
-    error = {"type": "data", "array": numbers([deviation]), "color": look.color, "thickness": 1.6}
-    return Trace(
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": plot_text(f"{look.label}, {whose}"),
-            "x": numbers([value]),
-            "y": [plot_text(look.label)],
-            "marker": dict(marker),
-            "error_x": {**error, "visible": deviation is not None},
-            "text": [words],
-            "hovertemplate": "<b>%{fullData.name}</b><br>%{x:.4~g} %{text}<extra></extra>",
-        },
-        (f"head:{head}", whose),
-    )
+def _dots_of(corpus: str, head: str, place: Place, variants: Sequence[Variant]) -> list[_Dot]:
+    published = paper.results(corpus=corpus, head=head, stage=place[0], split=place[1])
+    own = [(v, v.sample(place)) for v in variants if same_head(v.run.head) == head]
+    return [*map(_Dot.published, published), *(_Dot.ours(variant, sample) for variant, sample in own if sample)]
+
+
+class _Dot(NamedTuple):
+    """A mean with its standard deviation."""
+
+    whose: str
+    value: float
+    deviation: float | None
+    words: str
+    marker: Mapping[str, Any]
+
+    @classmethod
+    def published(cls, result: PublishedResult) -> _Dot:
+        marker = {"symbol": "diamond-open", "size": 12, "line": {"width": 2}}
+        words = f"± {result.deviation:g}, {result.seeds} seeds"
+        return cls("paper", result.perplexity, result.deviation, words, marker)
+
+    @classmethod
+    def ours(cls, variant: Variant, sample: Sample) -> _Dot:
+        spread = "no spread" if sample.deviation is None else f"± {sample.deviation:.3g}"
+        seeds = f"{sample.count} seed{'s' if sample.count > 1 else ''}"
+        words = f"{spread}, {seeds}<br>{plot_text(run_label(variant.run))}"
+        return cls("ours", sample.mean, sample.deviation, words, {"symbol": "circle", "size": 12})
+
+    def trace(self, head: str, look: Look) -> Trace:
+        error = {"type": "data", "array": numbers([self.deviation]), "color": look.color, "thickness": 1.6}
+        return dots(
+            [self.value],
+            look,
+            self.marker,
+            name=f"{look.label}, {self.whose}",
+            keys=(f"head:{head}", self.whose),
+            error_x={**error, "visible": self.deviation is not None},
+            text=[self.words],
+            hovertemplate="<b>%{fullData.name}</b><br>%{x:.4~g} %{text}<extra></extra>",
+        )

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from sigsoftmax.records import Environment
+from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.published import paper
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
 from sigsoftmax.records.schemas.spectra import RULES, RankBounds, Spectrum
 from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, line, threshold_line
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.material import Material, corpus_label, differing, setting_label, setting_parts
-from sigsoftmax.report.section import Absent, Block, Section
+from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.tables import (
     DASH,
     Cell,
     Column,
+    Fields,
     Row,
     Table,
     count_text,
+    head_cell,
     listed,
     number_text,
     range_text,
@@ -29,7 +32,7 @@ from sigsoftmax.report.tables import (
     sentence,
     size_text,
 )
-from sigsoftmax.report.theme import DASHES, Look, Looks, head_label, same_head, swatch
+from sigsoftmax.report.theme import DASHES, Look, Looks, same_head, swatch
 
 __all__ = ["Curve", "section", "spectrum_figure", "tables"]
 
@@ -62,51 +65,35 @@ class Curve:
     """what tells it from curves of the same head"""
 
 
-def is_usable(spectrum: Spectrum) -> bool:
-    """Whether there is something to draw and to count; a record may hold anything."""
-    values, errors = spectrum.singular_values, (spectrum.squared_error, spectrum.value_error)
-    return (
-        bool(values)
-        and math.isfinite(values[0])
-        and values[0] > 0.0
-        and all(math.isfinite(error) and error >= 0.0 for error in errors)
-        and min(spectrum.words, spectrum.contexts) > 0
-    )
-
-
 def section(material: Material, looks: Looks) -> Section | Absent:
     if not (material.model_spectra or material.spectra or material.rank_bounds):
         return Absent("Singular values and ranks", "sigsoftmax reproduce table3")
-    blocks: list[Block] = []
+    figures: list[tuple[str, list[Curve], list[Environment]]] = []
     findings: list[str] = []
-    number = 0
-    for (corpus, split, *_), entries in _by_matrix(material.model_spectra).items():
-        number += 1
+    for (corpus, split, *_), entries in grouped(material.model_spectra, lambda entry: _matrix(entry.payload)).items():
         curves = _model_curves(entries, looks)
         title = f"{sentence(corpus_label(corpus))}, {split}: singular values of the log-output matrix"
-        environments = [entry.environment for entry in entries]
-        blocks.append(spectrum_figure(f"spectrum-{number}", title, curves, environments))
-        for setting in dict.fromkeys(curve.setting for curve in curves):
+        figures.append((title, curves, [entry.environment for entry in entries]))
+        for setting, same in grouped(curves, lambda curve: curve.setting).items():
             # Of one setting the heads are told apart by their names alone.
-            same = [
-                dataclasses.replace(c, group=c.group.removesuffix(f" ({setting})"))
-                for c in curves
-                if c.setting == setting
-            ]
-            findings += _findings(same, ", ".join(filter(None, (corpus_label(corpus), setting))))
-    blocks += [dataclasses.replace(table, has_heading=True) for table in tables(material, looks)]
-    sizes: dict[tuple[int, int], list[Entry[Spectrum]]] = {}
-    for entry in material.spectra:
-        sizes.setdefault((entry.payload.words, entry.payload.contexts), []).append(entry)
-    for (words, contexts), found in sizes.items():
-        number += 1
-        curves = _plain_curves([entry.payload for entry in found])
-        title = f"Singular values of {'a matrix' if len(found) == 1 else 'matrices'} of {size_text(words, contexts)}"
-        environments = [entry.environment for entry in found]
-        blocks.append(spectrum_figure(f"spectrum-{number}", title, curves, environments))
+            plain = [replace(curve, group=curve.group.removesuffix(f" ({setting})")) for curve in same]
+            findings += _findings(plain, ", ".join(filter(None, (corpus_label(corpus), setting))))
+    of_models = len(figures)
+    sizes = grouped(material.spectra, lambda entry: size_text(entry.payload.words, entry.payload.contexts))
+    for size, found in sizes.items():
+        curves = [
+            Curve(
+                entry.payload.source, Look(entry.payload.source, OTHER_SLOTS[place % len(OTHER_SLOTS)]), entry.payload
+            )
+            for place, entry in enumerate(found)
+        ]
+        title = f"Singular values of {'a matrix' if len(found) == 1 else 'matrices'} of {size}"
+        figures.append((title, curves, [entry.environment for entry in found]))
         findings += _findings(curves, "")
+    blocks: list[Block] = [spectrum_figure(f"spectrum-{n}", *figure) for n, figure in enumerate(figures, start=1)]
+    blocks[of_models:of_models] = [replace(table, has_heading=True) for table in tables(material, looks)]
     if material.rank_bounds:
-        blocks.append(_bounds_table(material.rank_bounds, looks))
+        blocks.append(_bounds_table([entry.payload for entry in material.rank_bounds], looks))
     return Section(
         id="spectra",
         title="Singular values and ranks",
@@ -119,12 +106,8 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     )
 
 
-def _by_matrix(entries: Sequence[Entry[ModelSpectrum]]) -> dict[tuple[str, str, int, int], list[Entry[ModelSpectrum]]]:
-    groups: dict[tuple[str, str, int, int], list[Entry[ModelSpectrum]]] = {}
-    for entry in entries:
-        p = entry.payload
-        groups.setdefault((p.run.corpus, p.split, p.spectrum.words, p.spectrum.contexts), []).append(entry)
-    return groups
+def _matrix(record: ModelSpectrum) -> tuple[str, str, int, int]:
+    return record.run.corpus, record.split, record.spectrum.words, record.spectrum.contexts
 
 
 def _model_curves(entries: Sequence[Entry[ModelSpectrum]], looks: Looks) -> list[Curve]:
@@ -132,33 +115,22 @@ def _model_curves(entries: Sequence[Entry[ModelSpectrum]], looks: Looks) -> list
     settings = differing([(*setting_parts(run), PHASES.get(run.phase, run.phase)) for run in runs])
     texts = [", ".join(setting) for setting in settings]
     groups = [looks[run.head].label + (f" ({text})" if text else "") for run, text in zip(runs, texts, strict=True)]
+    # Several settings of one head: the same colour, told apart by dash and words.
+    own = grouped(zip(runs, texts, strict=True), lambda pair: same_head(pair[0].head))
     curves = []
     for entry, group, text in zip(entries, groups, texts, strict=True):
         run, look = entry.payload.run, looks[entry.payload.run.head]
         name = f"{group}, seed {run.seed}" if groups.count(group) > 1 else group
-        # Several settings of one head: the same colour, told apart by dash and words.
-        own = list(
-            dict.fromkeys(t for t, r in zip(texts, runs, strict=True) if same_head(r.head) == same_head(run.head))
-        )
-        dash = DASHES[(DASHES.index(look.dash) + own.index(text)) % len(DASHES)]
+        place = list(dict.fromkeys(setting for _, setting in own[same_head(run.head)])).index(text)
+        dash = DASHES[(DASHES.index(look.dash) + place) % len(DASHES)]
         curves.append(Curve(name, Look(name, look.slot, dash, look.width), entry.payload.spectrum, group, text))
     return curves
 
 
 def _by_group(curves: Sequence[Curve]) -> dict[str, list[Spectrum]]:
     """All seeds of a head together."""
-    groups: dict[str, list[Spectrum]] = {}
-    for curve in curves:
-        groups.setdefault(curve.group or curve.name, []).append(curve.spectrum)
-    return groups
-
-
-def _plain_curves(spectra: Sequence[Spectrum]) -> list[Curve]:
-    curves = []
-    for place, spectrum in enumerate(spectra):
-        look = Look(spectrum.source, OTHER_SLOTS[place % len(OTHER_SLOTS)])
-        curves.append(Curve(spectrum.source, look, spectrum))
-    return curves
+    groups = grouped(curves, lambda curve: curve.group or curve.name)
+    return {name: [curve.spectrum for curve in found] for name, found in groups.items()}
 
 
 # --- the figure ---------------------------------------------------------------------------------------------------
@@ -179,24 +151,17 @@ def drawn_places(values: Sequence[float]) -> list[int]:
 
 def spectrum_figure(name: str, title: str, curves: Sequence[Curve], environments: Sequence[Environment]) -> Figure:
     """Spectra of matrices of one size, each relative to its largest value, so that thresholds are common."""
-    traces: list[Trace] = []
-    usable = [curve for curve in curves if is_usable(curve.spectrum)]
-    longest = max((len(curve.spectrum.singular_values) for curve in usable), default=1)
-    for number, curve in enumerate(curves):
-        if curve in usable:
-            traces += _curve_traces(curve, number, longest)
-    rules = []
-    if usable:
-        some = usable[0].spectrum
+    usable = {number: curve for number, curve in enumerate(curves) if curve.spectrum.is_usable}
+    longest = max((len(curve.spectrum.singular_values) for curve in usable.values()), default=1)
+    traces = [trace for number, curve in usable.items() for trace in _curve_traces(curve, number, longest)]
+    for some in [curve.spectrum for curve in usable.values()][:1]:
         for rule in RULES.values():
-            height = rule.relative(some.words, some.contexts)
-            key = "press32" if rule.name == "press32" else "rules"
-            rules.append(key)
+            height, key = rule.relative(some.words, some.contexts), "press32" if rule.name == "press32" else "rules"
             traces.append(threshold_line([1, longest], height, RULE_WORDS[rule.name], keys=(key,)))
     return Figure(
         id=name,
         title=title,
-        summary=_summary(usable),
+        summary=_summary(list(usable.values())),
         x=Axis(title="index", log=True, settings={"tickformat": ",d"}),
         y=Axis(title="singular value / largest", log=True, settings={"exponentformat": "power"}),
         traces=traces,
@@ -213,37 +178,23 @@ def spectrum_figure(name: str, title: str, curves: Sequence[Curve], environments
 
 
 def _curve_traces(curve: Curve, number: int, longest: int) -> list[Trace]:
-    spectrum, key = curve.spectrum, f"curve:{number}"
+    spectrum, keys = curve.spectrum, (f"curve:{number}", "noise")
     values, largest, floor = spectrum.singular_values, spectrum.largest, spectrum.noise_floor
     places = drawn_places(values)
-    hover = "singular value %{x}: %{y:.3e} of the largest"
     sure = [place for place in places if values[place] > floor]
     noise = [place for place in places if 0.0 < values[place] <= floor]
-    traces = [
-        line(
-            [p + 1 for p in sure],
-            [values[p] / largest for p in sure],
-            curve.look,
-            name=curve.name,
-            hover=hover,
-            keys=(key,),
-        )
-    ]
+
+    def drawn(places: Sequence[int], look: Look, **more: Any) -> Trace:
+        x, y = [p + 1 for p in places], [values[p] / largest for p in places]
+        return line(x, y, look, hover="singular value %{x}: %{y:.3e} of the largest", **more)
+
+    traces = [drawn(sure, curve.look, name=curve.name, keys=keys[:1])]
     if noise:
         # Joined to what lies above, and faint: nothing can be said of these.
-        joined = [*sure[-1:], *noise]
-        traces.append(
-            line(
-                [p + 1 for p in joined],
-                [values[p] / largest for p in joined],
-                Look(curve.name, curve.look.slot, "dot", 1.2),
-                name=f"{curve.name}, below its noise floor",
-                hover=hover,
-                keys=(key, "noise"),
-                opacity=0.55,
-            )
-        )
-    if floor > 0.0 and math.isfinite(floor):
+        look = Look(curve.name, curve.look.slot, "dot", 1.2)
+        name = f"{curve.name}, below its noise floor"
+        traces.append(drawn([*sure[-1:], *noise], look, name=name, keys=keys, opacity=0.55))
+    if 0.0 < floor < math.inf:
         traces.append(
             line(
                 [1, longest],
@@ -251,7 +202,7 @@ def _curve_traces(curve: Curve, number: int, longest: int) -> list[Trace]:
                 Look(curve.name, curve.look.slot, "dashdot", 1.0),
                 name=f"Noise floor of {curve.name}",
                 hover="%{y:.2e} of the largest",
-                keys=(key, "noise"),
+                keys=keys,
                 opacity=0.8,
             )
         )
@@ -259,7 +210,7 @@ def _curve_traces(curve: Curve, number: int, longest: int) -> list[Trace]:
 
 
 def rank_text(spectrum: Spectrum, rule: str) -> str:
-    if not is_usable(spectrum):
+    if not spectrum.is_usable:
         return DASH
     count = spectrum.count(rule)
     if count.rank is None:
@@ -284,56 +235,48 @@ def _summary(curves: Sequence[Curve]) -> str:
 
 
 def _ranks_table(caption: str, curves: Sequence[Curve]) -> Table:
-    rows = []
-    for curve in curves:
-        s = curve.spectrum
-        ok = is_usable(s)
-        cut = "" if s.contexts_expected is None else f" of {s.contexts_expected:,} expected"
-        rows.append(
-            Row(
-                (
-                    Cell(curve.name, swatch(curve.look)),
-                    f"{size_text(s.words, s.contexts)}{cut}",
-                    *(rank_text(s, rule) for rule in RULES),
-                    rank_text(s, "noise"),
-                    number_text(s.stable_rank, 3) if ok else DASH,
-                    number_text(s.effective_rank, 3) if ok else DASH,
-                    number_text(s.largest) if ok else DASH,
-                    number_text(s.noise_floor / s.largest, 2) if ok else DASH,
-                    f"{s.method}, {s.precision or s.dtype}",
-                    seconds_text(s.seconds),
-                )
-            )
-        )
-    titles = [f"Rank, {RULE_WORDS[rule]}" for rule in (*RULES, "noise")]
-    titles += ["Stable rank", "Effective rank", "Largest", "Noise floor / largest"]
-    columns = [Column("Matrix", "label"), Column("Size"), *(Column(title) for title in titles)]
-    columns += [Column("Method and precision", "words"), Column("Time")]
+    def size(s: Spectrum) -> str:
+        return size_text(s.words, s.contexts) + (f" of {s.contexts_expected:,} expected" if s.contexts_expected else "")
+
+    def number(value: Callable[[Spectrum], float], digits: int) -> Callable[[Curve], str]:
+        return lambda curve: number_text(value(curve.spectrum), digits) if curve.spectrum.is_usable else DASH
+
+    def rank(rule: str) -> Callable[[Curve], str]:
+        return lambda curve: rank_text(curve.spectrum, rule)
+
+    fields: Fields[Curve] = {
+        Column("Matrix", "label"): lambda curve: Cell(curve.name, swatch(curve.look)),
+        "Size": lambda curve: size(curve.spectrum),
+        **{f"Rank, {RULE_WORDS[rule]}": rank(rule) for rule in (*RULES, "noise")},
+        "Stable rank": number(lambda s: s.stable_rank, 3),
+        "Effective rank": number(lambda s: s.effective_rank, 3),
+        "Largest": number(lambda s: s.largest, 4),
+        "Noise floor / largest": number(lambda s: s.noise_floor / s.largest, 2),
+        Column("Method and precision", "words"): lambda curve: (
+            f"{curve.spectrum.method}, {curve.spectrum.precision or curve.spectrum.dtype}"
+        ),
+        "Time": lambda curve: seconds_text(curve.spectrum.seconds),
+    }
     formulas = "; ".join(f"{RULE_WORDS[rule.name]}: {rule.formula}" for rule in RULES.values())
     notes = [f"In brackets: between which ranks the estimated errors leave the count. Thresholds: {formulas}."]
     if any(curve.spectrum.contexts_expected is not None for curve in curves):
         notes.append("A matrix that broke off before its end has fewer columns than were expected.")
-    return Table(caption=f"Ranks: {caption}", columns=columns, rows=rows, notes=notes)
+    return Table.of(curves, fields, caption=f"Ranks: {caption}", notes=notes)
 
 
 def _findings(curves: Sequence[Curve], where: str) -> list[str]:
-    """How far a rank is a matter of the threshold; said only if it is."""
-    groups = _by_group([curve for curve in curves if is_usable(curve.spectrum)])
+    """The ranks by every threshold, where they depend on the threshold."""
+    groups = _by_group([curve for curve in curves if curve.spectrum.is_usable])
     counted = {
-        rule: [(name, [spectrum.count(rule).rank for spectrum in found]) for name, found in groups.items()]
-        for rule in RULES
+        rule: {name: range_text(s.count(rule).rank for s in found) for name, found in groups.items()} for rule in RULES
     }
     known = {
-        rule: [(name, range_text(ranks)) for name, ranks in found if any(rank is not None for rank in ranks)]
+        rule: ", ".join(f"{name} {ranks}" for name, ranks in found.items() if ranks != DASH)
         for rule, found in counted.items()
     }
-    if len({tuple(ranks) for ranks in known.values() if ranks}) < 2:
+    if len(set(filter(None, known.values()))) < 2:
         return []
-    parts = [
-        f"{', '.join(f'{name} {ranks}' for name, ranks in found)} by {RULE_WORDS[rule]}"
-        for rule, found in known.items()
-        if found
-    ]
+    parts = [f"{ranks} by {RULE_WORDS[rule]}" for rule, ranks in known.items() if ranks]
     before = f"{where}: " if where else ""
     return [sentence(f"{before}ranks are a matter of the threshold: {'; '.join(parts)}.")]
 
@@ -347,74 +290,61 @@ def tables(material: Material, looks: Looks, missing: str = "") -> list[Table]:
     if not (measured or missing):
         return []
     rows: list[Row] = []
-    heads = list(dict.fromkeys([*paper.HEADS, *(same_head(m.run.head) for m in measured)]))
-    for head in heads:
+    own = grouped(measured, lambda m: same_head(m.run.head))
+    for head in dict.fromkeys([*paper.HEADS, *own]):
         published = {rank.corpus: rank.rank for rank in paper.RANKS if rank.head == head}
-        rows.append(Row((Cell(head_label(head), swatch(looks[head])),)))
+        rows.append(Row((head_cell(head, looks),)))
         if published:
             cells = [count_text(published.get(corpus)) for corpus in paper.CORPORA]
             rows.append(Row(("paper", *cells), class_="published"))
-        own = [m for m in measured if same_head(m.run.head) == head]
-        for label, phase, split in dict.fromkeys((setting_label(m.run), m.run.phase, m.split) for m in own):
-            cells = []
-            for corpus in paper.CORPORA:
-                same = (label, phase, split, corpus)
-                chosen = [m.spectrum for m in own if (setting_label(m.run), m.run.phase, m.split, m.run.corpus) == same]
-                cells.append(_ranks_text(chosen))
-            state = PHASES.get(phase, phase)
-            rows.append(Row((", ".join(filter(None, ("ours", label, state, split))), *cells), class_="ours"))
-        if missing and not own:
+        for label, same in grouped(own.get(head, ()), _described).items():
+            spectra = grouped(same, lambda m: m.run.corpus)
+            cells = [_ranks_text([m.spectrum for m in spectra.get(corpus, ())]) for corpus in paper.CORPORA]
+            rows.append(Row((label, *cells), class_="ours"))
+        if missing and head not in own:
             rows.append(Row((f"ours: {missing}", *[DASH] * len(paper.CORPORA)), class_="ours"))
-    columns = [Column("Source", "label")]
-    columns += [Column(label) for label in paper.CORPORA.values()]
-    return [
-        Table(
-            caption="Table 3. Ranks of the log-output matrices",
-            columns=columns,
-            rows=rows,
-            notes=[
-                "By the threshold of Press et al. with eps of float32. Several seeds: least to most.",
-                f"The paper's models are finetuned, its text is the test set. Source: {paper.PAPER}.",
-            ],
-        )
-    ]
+    table = Table(
+        caption="Table 3. Ranks of the log-output matrices",
+        columns=[Column("Source", "label"), *map(Column, paper.CORPORA.values())],
+        rows=rows,
+        notes=[
+            "By the threshold of Press et al. with eps of float32. Several seeds: least to most.",
+            f"The paper's models are finetuned, its text is the test set. Source: {paper.PAPER}.",
+        ],
+    )
+    return [table]
+
+
+def _described(record: ModelSpectrum) -> str:
+    run = record.run
+    return ", ".join(filter(None, ("ours", setting_label(run), PHASES.get(run.phase, run.phase), record.split)))
 
 
 def _ranks_text(spectra: Sequence[Spectrum]) -> str:
-    """Of all seeds of a head: least to most."""
-    counts = [s.count("press32") for s in spectra if is_usable(s)]
+    """The ranks of all seeds of a head: least to most."""
+    counts = [s.count("press32") for s in spectra if s.is_usable]
     ranks = sorted(count.rank for count in counts if count.rank is not None)
     if not ranks:
         return "not counted: below the noise floor" if counts else DASH
     return range_text(ranks) + (f" ({len(ranks)} seeds)" if len(ranks) > 1 else "")
 
 
-def _bounds_table(entries: Sequence[Entry[RankBounds]], looks: Looks) -> Table:
-    rows = []
-    for entry in entries:
-        b = entry.payload
-        head = Cell(head_label(b.head), swatch(looks[b.head])) if b.head else Cell(DASH)
-        rows.append(
-            Row(
-                (
-                    b.source,
-                    head,
-                    count_text(b.width),
-                    size_text(b.words, b.contexts),
-                    f"exactly {b.upper:,}" if b.lower == b.upper else f"{b.lower:,} to {b.upper:,}",
-                    b.upper_reason,
-                    RULE_WORDS.get(b.rule, b.rule),
-                    size_text(b.block_words, b.block_contexts),
-                    seconds_text(b.seconds),
-                )
-            )
-        )
-    columns = [Column("Matrix", "label"), Column("Head", "label"), Column("Width"), Column("Size"), Column("Rank")]
-    columns += [Column("Upper bound from", "words"), Column("Threshold", "words"), Column("Block"), Column("Time")]
-    return Table(
+def _bounds_table(bounds: Sequence[RankBounds], looks: Looks) -> Table:
+    fields: Fields[RankBounds] = {
+        Column("Matrix", "label"): lambda b: b.source,
+        Column("Head", "label"): lambda b: head_cell(b.head, looks) if b.head else DASH,
+        "Width": lambda b: count_text(b.width),
+        "Size": lambda b: size_text(b.words, b.contexts),
+        "Rank": lambda b: f"exactly {b.upper:,}" if b.lower == b.upper else f"{b.lower:,} to {b.upper:,}",
+        Column("Upper bound from", "words"): lambda b: b.upper_reason,
+        Column("Threshold", "words"): lambda b: RULE_WORDS.get(b.rule, b.rule),
+        "Block": lambda b: size_text(b.block_words, b.block_contexts),
+        "Time": lambda b: seconds_text(b.seconds),
+    }
+    return Table.of(
+        bounds,
+        fields,
         caption="Bounds on a rank, from a block of the matrix and from theory",
-        has_heading=True,
-        columns=columns,
-        rows=rows,
         notes=["Singular values of a block above the whole matrix's threshold bound its rank from below."],
+        has_heading=True,
     )

@@ -1,21 +1,22 @@
-"""What the page opens with: heads ranked, and which of them the records speak for."""
+"""The opening of the page: heads ranked, and those of them that the records speak for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
+from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.published import paper
-from sigsoftmax.records.published.paper import Stage
 from sigsoftmax.records.schemas.sweeps import TrialRecord
-from sigsoftmax.records.schemas.training import EpochRecord, RunIdentity
+from sigsoftmax.records.schemas.training import RunIdentity
 from sigsoftmax.records.statistics import LEAST_SEEDS
 from sigsoftmax.report.comparisons import comparisons
 from sigsoftmax.report.markup import join, tag
 from sigsoftmax.report.material import Material, corpus_label, differing
-from sigsoftmax.report.rankings import KL, RankedHead, Ranking
-from sigsoftmax.report.section import Absent, Block, Section
+from sigsoftmax.report.rankings import RankedHead, Ranking
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant, collect
+from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.tables import listed, sentence
 from sigsoftmax.report.theme import Looks, same_head
 from sigsoftmax.report.verdicts import QUESTION, verdict
@@ -43,7 +44,8 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     else:
         findings = [NO_TWO]
     if alone:
-        blocks.append(tag("p", f"Not ranked, for want of a second head: {_alone(alone)}.", class_="note"))
+        names = listed([", ".join((ranking.heads[0].label, *ranking.subject)) for ranking in alone])
+        blocks.append(tag("p", f"Not ranked, for want of a second head: {names}.", class_="note"))
     return Section(
         id="verdict",
         title=QUESTION,
@@ -58,7 +60,10 @@ def section(material: Material, looks: Looks) -> Section | Absent:
 
 def _several(found: Sequence[Ranking], looks: Looks) -> list[Block]:
     """Each ranking for itself, under what tells it from the others; then why they are apart."""
-    names = [", ".join(parts) or ranking.extent for parts, ranking in zip(_differences(found), found, strict=True)]
+    names = [
+        ", ".join(parts) or ranking.extent
+        for parts, ranking in zip(differing([r.subject for r in found]), found, strict=True)
+    ]
     shown = [
         join(
             # A field of a recipe keeps its spelling.
@@ -85,19 +90,11 @@ def _several(found: Sequence[Ranking], looks: Looks) -> list[Block]:
     return list(shown)
 
 
-def _differences(found: Sequence[Ranking]) -> list[tuple[str, ...]]:
-    return differing([ranking.subject for ranking in found])
-
-
-def _alone(found: Sequence[Ranking]) -> str:
-    return listed([", ".join((ranking.heads[0].label, *ranking.subject)) for ranking in found])
-
-
 # --- rankings ---------------------------------------------------------------------------------------------------------
 
 
 def rankings(material: Material) -> list[Ranking]:
-    """Of all runs on record; those first that can resolve something, then those of more heads."""
+    """The rankings of all runs on record; those first that can resolve something, then those of more heads."""
     found = [comparison.ranking for comparison in comparisons(entry.payload for entry in material.comparisons)]
     compared = {_identity(entry.payload.run) for entry in material.comparisons}
     trials = [entry.payload for entry in material.trials if _identity(entry.payload.run) not in compared]
@@ -113,7 +110,7 @@ def _identity(run: RunIdentity) -> Hashable:
 
 
 def _subject(run: RunIdentity, changes: Sequence[str] = ()) -> tuple[str, ...]:
-    """What two heads must share to be compared: the text, and all that was set but for the head."""
+    """The text and all settings but the head: two heads must share them to be compared."""
     changed = sorted({change for change in (*run.overrides, *changes) if not change.startswith("model.head")})
     precision = () if run.precision == "float32" else (run.precision,)
     return corpus_label(run.corpus), f"{run.recipe.partition('-')[0]} recipes", *changed, *precision
@@ -121,71 +118,39 @@ def _subject(run: RunIdentity, changes: Sequence[str] = ()) -> tuple[str, ...]:
 
 def _of_trials(trials: Sequence[TrialRecord]) -> list[Ranking]:
     """Trials of sweeps, those at one point of the grid together."""
-    groups: dict[Hashable, dict[str, list[TrialRecord]]] = {}
-    for trial in trials:
-        key = (_subject(trial.run, trial.point), trial.run.corpus_checksum, trial.run.phase)
-        groups.setdefault(key, {}).setdefault(same_head(trial.run.head), []).append(trial)
     found = []
-    for heads in groups.values():
-        every = [trial for its in heads.values() for trial in its]
-        by_kl = all(trial.kl is not None for trial in every)
-        ranked = [_ranked_trials(head, its, by_kl=by_kl) for head, its in heads.items()]
-        found.append(
-            Ranking.of(
-                ranked,
-                quantity=KL if by_kl else "test loss",
-                perplexity_of="test",
-                subject=_subject(every[0].run, every[0].point),
-            )
-        )
+    for same in grouped(trials, lambda t: (_subject(t.run, t.point), t.run.corpus_checksum, t.run.phase)).values():
+        heads = grouped(same, lambda trial: same_head(trial.run.head))
+        found.append(Ranking.of_tests(heads, subject=_subject(same[0].run, same[0].point)))
     return found
-
-
-def _ranked_trials(head: str, trials: Sequence[TrialRecord], *, by_kl: bool) -> RankedHead:
-    losses = {trial.run.seed: trial.test_loss for trial in trials}
-    return RankedHead(
-        head=head,
-        values={trial.run.seed: math.nan if trial.kl is None else trial.kl for trial in trials} if by_kl else losses,
-        losses=losses,
-        seconds={trial.run.seed: trial.seconds for trial in trials},
-        epochs={trial.run.seed: trial.epochs for trial in trials},
-        parameters=frozenset(trial.run.parameters for trial in trials),
-    )
 
 
 def _of_training(material: Material, compared: set[Hashable]) -> list[Ranking]:
     """Trained models at the last stage that most heads have reached, but for runs that a comparison has ranked."""
-    groups: dict[Hashable, dict[str, Variant]] = {}
-    for variants in collect(material).values():
-        for variant in variants:
-            seeds = {seed for values in variant.perplexities.values() for seed in values}
-            if all((*_identity_but_seed(variant.run), seed) in compared for seed in seeds):
-                continue
-            key = (_subject(variant.run), variant.run.corpus_checksum)
-            groups.setdefault(key, {}).setdefault(same_head(variant.run.head), variant)
-    return [_ranked_training(heads) for heads in groups.values()]
-
-
-def _identity_but_seed(run: RunIdentity) -> tuple[Hashable, ...]:
-    return run.recipe, run.overrides, same_head(run.head), run.corpus_checksum, run.precision
+    kept = []
+    for variant in (one for variants in collect(material).values() for one in variants):
+        seeds = {seed for values in variant.perplexities.values() for seed in values}
+        if any(_identity(replace(variant.run, seed=seed)) not in compared for seed in seeds):
+            kept.append(variant)
+    groups = grouped(kept, lambda variant: (_subject(variant.run), variant.run.corpus_checksum))
+    by_head = [grouped(variants, lambda variant: same_head(variant.run.head)) for variants in groups.values()]
+    return [_ranked_training({head: found[0] for head, found in heads.items()}) for heads in by_head]
 
 
 def _ranked_training(heads: Mapping[str, Variant]) -> Ranking:
     places: list[Place] = [(stage, split) for stage in paper.STAGES for split in paper.SPLITS]
-    place = max(reversed(places), key=lambda place: _reached(heads, place))
-    stage, split = place
+    stage, split = place = max(reversed(places), key=lambda place: _reached(heads, place))
     shown = {head: variant for head, variant in heads.items() if place in variant.perplexities}
-    ranked = [_ranked_variant(head, variant, place) for head, variant in shown.items()]
     notes = []
-    if any(place in variant.unfinished for variant in shown.values()):
+    if any(variant.mark(place) == "†" for variant in shown.values()):
         notes.append("The perplexity is the least of the epochs on record where there is no evaluation of the run.")
-    if missing := [same_head(variant.run.head) for head, variant in heads.items() if head not in shown]:
+    if missing := [head for head in heads if head not in shown]:
         notes.append(f"Without a perplexity at this stage: {', '.join(missing)}.")
-    later = [STAGE_TITLES[one] for one, _ in places[places.index(place) + 1 :] if one != stage and _has(heads, one)]
-    if later:
-        notes.append(f"On record for fewer heads or seeds, and so not ranked by: {', '.join(dict.fromkeys(later))}.")
+    recorded = {one for variant in heads.values() for one, _ in variant.perplexities}
+    if later := [STAGE_TITLES[one] for one in paper.STAGES[paper.STAGES.index(stage) + 1 :] if one in recorded]:
+        notes.append(f"On record for fewer heads or seeds, and so not ranked by: {', '.join(later)}.")
     return Ranking.of(
-        ranked,
+        [_ranked_variant(head, variant, place) for head, variant in shown.items()],
         quantity=f"{SPLIT_TITLES[split].lower()} loss",
         perplexity_of=SPLIT_TITLES[split].lower(),
         subject=(*_subject(next(iter(shown.values())).run), STAGE_TITLES[stage]),
@@ -193,24 +158,19 @@ def _ranked_training(heads: Mapping[str, Variant]) -> Ranking:
     )
 
 
-def _has(heads: Mapping[str, Variant], stage: Stage) -> bool:
-    return any(one == stage for variant in heads.values() for one, _ in variant.perplexities)
-
-
 def _reached(heads: Mapping[str, Variant], place: Place) -> tuple[int, bool]:
-    """How many heads have come there, and whether with seeds enough: the last stage where most have is ranked by."""
+    """The number of heads that have come there, and whether with seeds enough: the last such stage is ranked by."""
     counts = [len(variant.perplexities[place]) for variant in heads.values() if place in variant.perplexities]
     return len(counts), sum(count >= LEAST_SEEDS for count in counts) > 1
 
 
 def _ranked_variant(head: str, variant: Variant, place: Place) -> RankedHead:
-    losses = {seed: _log(value) for seed, value in variant.perplexities[place].items()}
+    # The losses in nats again.
+    perplexities = variant.perplexities[place]
+    losses = {seed: math.log(value) if value > 0.0 else -math.inf for seed, value in perplexities.items()}
     phases = ("train",) if place[0] == "trained" else ("train", "finetune")
-    epochs: dict[int, list[EpochRecord]] = {}
-    for seed in losses:
-        own = [epoch for epoch in variant.epochs.get(seed, ()) if epoch.run.phase in phases]
-        if own:
-            epochs[seed] = own
+    every = {seed: [e for e in variant.epochs.get(seed, ()) if e.run.phase in phases] for seed in losses}
+    epochs = {seed: own for seed, own in every.items() if own}
     return RankedHead(
         head=head,
         values=losses,
@@ -219,8 +179,3 @@ def _ranked_variant(head: str, variant: Variant, place: Place) -> RankedHead:
         epochs={seed: len(own) for seed, own in epochs.items()},
         parameters=frozenset({variant.run.parameters}),
     )
-
-
-def _log(perplexity: float) -> float:
-    """The loss in nats again."""
-    return math.log(perplexity) if perplexity > 0.0 else -math.inf

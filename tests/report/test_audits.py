@@ -7,8 +7,8 @@ import pytest
 from tests.records.schemas.test_audits import EMPTY, FULL, LAYER
 
 from sigsoftmax._version import install_extra
-from sigsoftmax.experiments.audit.text import meaning, report
 from sigsoftmax.records.schemas.audits import HeadAtWidth
+from sigsoftmax.report.audits import audit_text, meaning
 
 
 def said(**changes) -> str:
@@ -29,7 +29,7 @@ def target(**changes):
 
 
 def test_every_part_has_its_place():
-    text = report(FULL)
+    text = audit_text(FULL)
     for part in (
         "Audit of a test",
         "Words: 100; width: 8; with a class bias; weights in float32.",
@@ -37,13 +37,13 @@ def test_every_part_has_its_place():
         "Contexts: 30, from a text.",
         "rank between 20 and 30",
         "Effective rank",
-        "cut down to rank k",
-        "on the left line (slope 2): 20.0% of the logits, 10.0% of the probability",
+        "cut down to a rank",
+        "On the left line (slope 2): 20.0% of the logits, 10.0% of the probability",
         "no gradient was left to look at",
         "Of 50 drawn at random of the 100 words, 40 can (proved by a hidden vector), 8 never can, 2 undecided.",
         "Never: 3, 9.",
         "More time (--argmax-seconds) settles more.",
-        "Against a language, in 30 contexts and 50 words:",
+        "Against a language, in 30 contexts and 50 of 100 words.",
         "they have 90.0% of the probability",
         "  - one\n  - two",
     ):
@@ -52,7 +52,7 @@ def test_every_part_has_its_place():
 
 
 def test_an_empty_audit_says_what_is_missing():
-    text = report(EMPTY)
+    text = audit_text(EMPTY)
     assert "cannot be known from the model alone" in " ".join(text.split())
     assert "Rank:" not in text
 
@@ -80,12 +80,12 @@ def test_a_collapse_is_called_one():
 
 
 def test_words_that_never_come_first():
-    assert "16.0% of the words asked about can never be ranked first" in said()
+    assert "8 of the 50 words asked about (16.0%) can never be ranked first" in said()
     none = dataclasses.replace(FULL.argmax, no=0, undecided=0, never=())
     assert "Every word asked about can be ranked first" in said(argmax=none)
     assert "not all were settled" in said(argmax=dataclasses.replace(none, undecided=3))
     without_scipy = dataclasses.replace(FULL.argmax, has_solver=False)
-    assert f"{install_extra('audit')} brings SciPy" in report(dataclasses.replace(FULL, argmax=without_scipy))
+    assert f"{install_extra('audit')} brings SciPy" in audit_text(dataclasses.replace(FULL, argmax=without_scipy))
 
 
 def test_without_a_target_the_cost_cannot_be_known():
@@ -97,7 +97,7 @@ def test_without_a_target_the_cost_cannot_be_known():
 def test_nats_against_a_target():
     better = said(target=target(heads=heads(0.4, 0.3)))
     assert "misses this target by at least 0.4000 nats" in better
-    assert "gss(k=0) does best at this width: 0.3000 nats, worth a softmax of d = 11.3" in better
+    assert "gss(k=0) does best at width 8 against a language: 0.3000 nats, worth a softmax of d = 11.3" in better
     assert "smaller than the spread" not in better
     assert "smaller than the spread over starts" in said(target=target(heads=heads(0.4, 0.3, spread=0.2)))
     assert "None of the functions tried does better" in said(target=target(heads=heads(0.4, 0.399)))
@@ -109,7 +109,7 @@ def test_nats_against_a_target():
 def test_what_the_model_itself_misses():
     softmax = dataclasses.replace(LAYER, head="softmax")
     text = said(layer=softmax, target=target(heads=heads(0.4, 0.3), model_kl=1.0, is_lower_bound=False))
-    assert "The model misses it by 1.0000 nats. The best that was found for softmax at this width loses 0.4000" in text
+    assert "The model misses it by 1.000 nats. The best that was found for softmax at this width loses 0.4000" in text
     assert "0.6000 or so come from elsewhere" in text
 
 
@@ -121,4 +121,4 @@ def test_fits_that_were_cut_short():
 @pytest.mark.parametrize(("width", "text"), [(0.0, "d < 8"), (math.inf, "d > 16"), (11.26, "d = 11.3")])
 def test_softmax_widths_outside_the_curve(width, text):
     shown = [dataclasses.replace(head, softmax_width=width) for head in heads(0.4, 0.3)]
-    assert text in report(dataclasses.replace(FULL, target=target(heads=tuple(shown))))
+    assert text in audit_text(dataclasses.replace(FULL, target=target(heads=tuple(shown))))
