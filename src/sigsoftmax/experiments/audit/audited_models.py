@@ -57,9 +57,10 @@ class AuditedModel:
     @property
     def words(self) -> int:
         """The size of the vocabulary."""
-        known = self.layer or self.matrix
-        assert known is not None
-        return known.words
+        if self.layer is not None:
+            return self.layer.vocabulary
+        assert self.matrix is not None
+        return self.matrix.words
 
     @property
     def dtype(self) -> str:

@@ -178,7 +178,7 @@ class _Auditor:
         steps = audit_steps(
             measure_machine(self.config.device),
             contexts=count,
-            words=model.words,
+            vocabulary=model.words,
             width=None if layer is None else layer.width,
             components=1 if layer is None else layer.components,
             is_softmax=layer is not None and layer.is_softmax,
@@ -324,8 +324,8 @@ class _Auditor:
         assert layer is not None
         if layer.vocabulary != self.loaded.words:
             raise ValueError(
-                f"the teacher {name} has {layer.vocabulary:,} words and {self.config.model} has {self.loaded.words:,}; a "
-                "teacher must speak the same tokens"
+                f"the teacher {name} has {layer.vocabulary:,} words and {self.config.model} has "
+                f"{self.loaded.words:,}; a teacher must speak the same tokens"
             )
         if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
             raise ValueError(
