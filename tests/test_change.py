@@ -90,7 +90,6 @@ LONGER = {
     "distributed/losses.py": {"linear_cross_entropy", "mixture_cross_entropy"},
     "losses/op.py": {"_fake_op"},
     "losses/log_probs_op.py": {"_fake_op"},
-    "lm/training/trainer.py": {"__init__"},
 }
 """public signatures, and the schemas of ops"""
 
@@ -105,3 +104,45 @@ def test_options_travel_together() -> None:
                 if count > MOST_PARAMETERS:
                     found.setdefault(path.relative_to(SOURCE).as_posix(), set()).add(node.name)
     assert found == LONGER
+
+
+def files_with_the_text(text: str) -> set[str]:
+    """Files of the package in whose code, docstrings aside, a string with exactly this text stands."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        constants = (
+            node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in documentation
+        )
+        if any(node.value == text for node in constants):
+            found.add(path.relative_to(SOURCE).as_posix())
+    return found
+
+
+PAPER = {"records/published/paper.py", "experiments/reproduce/run.py"}
+"""what the paper has published, and the command that runs its tables"""
+LOOKS = {"report/theme.py"}
+"""colours that readers know from other reports; a head without an entry gets the next free one"""
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("wikitext-2", {"lm/data/published_corpora.py", "lm/settings.py"} | PAPER),
+        # The start of its learned exponent is a setting of recipes.
+        ("gss", {"family/members.py", "lm/recipes.py"} | LOOKS),
+        ("shifted_sigsoftmax", {"family/members.py", "integrations/huggingface/trainers/retrofit.py"} | LOOKS),
+        ("blocked", {"losses/lowering.py"}),
+    ],
+)
+def test_a_corpus_a_member_and_a_backend_are_known_where_contributing_says(name: str, files: set[str]) -> None:
+    assert files_with_the_text(name) == files
+
+
+def test_every_path_that_contributing_and_the_architecture_name_exists() -> None:
+    root = SOURCE.parents[1]
+    for page in ("CONTRIBUTING.md", "docs/architecture.md"):
+        for named in re.findall(r"`((?:\w+/)+[\w*]*(?:\.py)?)`", (root / page).read_text()):
+            places = (root / named, SOURCE / named, SOURCE / f"{named}.py")
+            assert any(place.exists() for place in places) or list(SOURCE.rglob(named.rstrip("/"))), f"{page}: {named}"

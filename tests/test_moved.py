@@ -9,8 +9,6 @@ from sigsoftmax import _moved
 
 OLD_NAMES = {
     "analysis.audit": "AuditSettings",
-    "analysis.capacity": "fit",
-    "analysis.spectrum": "describe",
     "lm.data": "Corpus",
     "lm.model": "LanguageModel",
     "lm.training": "Trainer",

@@ -24,12 +24,10 @@ MODULES = {
     "mixture": "layers.mixture",
     "modules": "layers.output_layer",
     "analysis.argmax": "analysis.audit.argmax",
-    "analysis.bend": "analysis.audit.nonlinearity",
     "analysis.capacity_curves": "analysis.capacity.curves",
-    "analysis.certificates": "analysis.spectrum.rank_bounds",
+    "analysis.certificates": "analysis.spectrum.bounds",
     "analysis.distributions": "analysis.capacity.distributions",
     "analysis.gradient_share": "analysis.audit.gradient_share",
-    "analysis.head_sources": "analysis.log_outputs",
     "analysis.matrix_files": "analysis.spectrum.matrix_files",
     "analysis.matrix_sources": "analysis.spectrum.matrix_readers",
     "analysis.streaming": "analysis.spectrum.streaming",
@@ -46,8 +44,6 @@ MODULES = {
 
 PACKAGES = {
     "analysis.audit": "analysis.audit.findings",
-    "analysis.capacity": "analysis.capacity.fits",
-    "analysis.spectrum": "analysis.spectrum.singular_values",
     "lm.data": "lm.data.corpus",
     "lm.model": "lm.model.language_model",
     "lm.training": "lm.training.trainer",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sigsoftmax.cli.parser import Option, Verb, build, gibibytes, numbers, progress, say
 from sigsoftmax.lm.config import EVALUATION_PRECISIONS, PRECISIONS
+from sigsoftmax.lm.data.published_corpora import PUBLISHED
 
 __all__ = ["VERBS", "fields"]
 
@@ -114,7 +115,7 @@ VERBS = (
                 description="Downloads a published corpus, checks every byte, and goes on where it was stopped.",
                 example="data fetch ptb",
                 act=_fetch,
-                arguments={"corpus": Option(help="ptb or wikitext-2")},
+                arguments={"corpus": Option(help=" or ".join(PUBLISHED))},
                 options={"data": Option(help="folder in which one of that name is made", kind=Path)},
             ),
         ),
