@@ -23,6 +23,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
+from sigsoftmax.family.notation import split_items
 from sigsoftmax.terminal import clear_line
 
 __all__ = ["Option", "Parser", "Verb", "add_verbs", "build", "gibibytes", "heads", "numbers", "progress", "say"]
@@ -240,7 +241,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def heads(text: str) -> tuple[str, ...]:
     """``softmax,gss-0,mixture(gss(k=0), K=4)``: commas inside brackets belong to a head."""
-    parts = [part.strip() for part in re.split(r",(?![^()]*(?:\([^()]*\)[^()]*)*\))", text)]
+    parts = split_items(text)
     if not all(parts):
         raise argparse.ArgumentTypeError(f"expected heads, as softmax,sigsoftmax,mos, got {text!r}")
     return tuple(parts)

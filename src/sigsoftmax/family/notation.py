@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -18,21 +17,21 @@ class Call(NamedTuple):
 def parse_call(text: str) -> Call | None:
     """Take ``"mixture(gss(k=0), K=4)"`` apart into ``"mixture"`` and ``["gss(k=0)", "K=4"]``; None if it is no call."""
     match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
-    return match and Call(match[1], None if match[2] is None else [item.strip() for item in _items(match[2])])
+    if match is None or match[2] is None:
+        return match and Call(match[1], None)
+    *items, last = split_items(match[2])
+    # A comma may stand behind the last item, and the brackets may be empty.
+    return Call(match[1], [*items, last] if last else items)
 
 
-def _items(inside: str) -> Iterator[str]:
-    """Split at the commas that are not inside brackets themselves."""
-    depth, item = 0, ""
-    for character in inside:
-        depth += {"(": 1, ")": -1}.get(character, 0)
+def split_items(text: str) -> list[str]:
+    """Split at the commas that are not inside brackets; items are stripped of spaces and may be empty."""
+    depth, starts = 0, [0]
+    for place, character in enumerate(text):
+        depth += (character in "([") - (character in ")]")
         if character == "," and depth == 0:
-            yield item
-            item = ""
-        else:
-            item += character
-    if item.strip():
-        yield item
+            starts.append(place + 1)
+    return [text[start : end - 1].strip() for start, end in zip(starts, [*starts[1:], len(text) + 1], strict=True)]
 
 
 def key_and_value(item: str) -> tuple[str, str] | None:

@@ -19,7 +19,7 @@ from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision
 from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import Phase, Trainer, TrainerOptions, resolve_device
-from sigsoftmax.records import Payload, read
+from sigsoftmax.records import Payload, read_payloads
 from sigsoftmax.records.schemas.training import EpochRecord
 
 __all__ = [
@@ -132,7 +132,7 @@ def payloads(path: Path, kind: type[P], *, since: Path | None = None) -> list[P]
     """The payloads of one kind in a file of records; none if it is missing, or older than the file ``since``."""
     if not path.is_file() or (since is not None and path.stat().st_mtime < since.stat().st_mtime):
         return []
-    return [record.payload_as(kind) for record in read(path, malformed="skip") if record.kind == kind.KIND]
+    return list(read_payloads(path, kind, malformed="skip"))
 
 
 def epoch_records(*runs: Run) -> list[EpochRecord]:

@@ -10,13 +10,14 @@ import hashlib
 import itertools
 import json
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sigsoftmax.experiments.runs.run import Run, folder_name, planned_runs
 from sigsoftmax.family.heads import Head
+from sigsoftmax.family.notation import split_items
 from sigsoftmax.lm.config import PRECISIONS, Recipe
 from sigsoftmax.lm.recipes import field_paths, to_json, with_overrides
 from sigsoftmax.lm.training.trainer import Phase
@@ -199,20 +200,10 @@ def alternatives(change: str) -> tuple[str, ...]:
     field, equals, text = (part.strip() for part in change.partition("="))
     if not equals or (typing.get_origin(field_paths().get(field)) is tuple and not text.startswith(("(", "["))):
         return (change,)
-    values = list(_split(text))
+    values = split_items(text)
     if not all(values):
         raise ValueError(f"cannot read the alternatives of {change!r}: there is nothing between two commas")
     return tuple(f"{field}={value}" for value in values)
-
-
-def _split(text: str) -> Iterator[str]:
-    depth, start = 0, 0
-    for place, letter in enumerate(text):
-        depth += (letter in "([") - (letter in ")]")
-        if letter == "," and depth == 0:
-            yield text[start:place].strip()
-            start = place + 1
-    yield text[start:].strip()
 
 
 def point_folder(point: Point) -> str:
