@@ -28,7 +28,7 @@ AnyProblem = Problem[LossSpec] | Problem[LogProbsSpec]
 
 FEWEST_CHUNKS_OF_A_COPY = 3
 FEWEST_ROWS_PER_FEATURE = 6
-"""of a chunk, so that a copy of the weight is small beside it"""
+"""rows of a chunk per feature that make a copy of the weight small beside it"""
 
 
 def row_alignment(device: torch.device) -> int:
