@@ -43,12 +43,15 @@ MODULES = {
 """old path: new path, below ``sigsoftmax``"""
 
 PACKAGES = {
-    "analysis.audit": "analysis.audit.findings",
-    "lm.data": "lm.data.corpus",
-    "lm.model": "lm.model.language_model",
-    "lm.training": "lm.training.trainer",
+    "analysis.audit": ("analysis.audit.findings", {"AuditSettings", "Findings", "Subject", "measure"}),
+    "lm.data": (
+        "lm.data.corpus",
+        {"Corpus", "Vocabulary", "WindowLengths", "batchify", "evaluation_windows"},
+    ),
+    "lm.model": ("lm.model.language_model", {"Features", "LanguageModel"}),
+    "lm.training": ("lm.training.trainer", {"Diverged", "Progress", "Trainer", "run_together"}),
 }
-"""package of today: the module that stood there, and now holds its names"""
+"""package of today: the module that has the names of the one that stood there, and these names"""
 
 PREFIX = "sigsoftmax."
 
@@ -78,15 +81,13 @@ def install() -> None:
 
 def forward_names(package: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package that stands where a module stood."""
-    new = PREFIX + PACKAGES[package.removeprefix(PREFIX)]
+    module, names = PACKAGES[package.removeprefix(PREFIX)]
+    new = PREFIX + module
 
     def find(name: str) -> Any:
-        if name.startswith("__"):
+        if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        try:
-            value = getattr(importlib.import_module(new), name)
-        except AttributeError:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+        value = getattr(importlib.import_module(new), name)
         warnings.warn(f"{package}.{name} has moved to {new}", DeprecationWarning, stacklevel=2)
         return value
 
