@@ -55,3 +55,4 @@ def _registered_functions_do_not_outlive_their_test() -> Iterator[None]:
     for registry, entries in zip(registries, before, strict=True):
         registry.clear()
         registry.update(entries)
+    members._parsed_once.cache_clear()

@@ -155,6 +155,7 @@ def test_functions_of_the_user_must_be_registered_before_loading(tmp_path):
     model = apply_output_function(tiny(), "cubic")
     model.save_pretrained(tmp_path)
     del members._DEFINITIONS["cubic"]
+    members._parsed_once.cache_clear()
     with pytest.raises(ValueError, match="register_function"):
         from_pretrained(tmp_path)
 
