@@ -81,7 +81,7 @@ def _parts(audit: Audit) -> list[Part]:
     return [
         Part("Rank", _rank(audit)),
         Part("Directions that the output uses", [], truncation),
-        Part("The bend of phi", _nonlinearity(audit)),
+        Part("The nonlinearity of phi", _nonlinearity(audit)),
         Part("The gradient", _gradient(audit)),
         Part("Words that can come first", _argmax(audit)),
         Part("Nats", _target(audit), target_table(audit.target) if audit.target else None),
@@ -133,11 +133,11 @@ def _nonlinearity(audit: Audit) -> list[str]:
         return []
     logits = f"Logits lie between {bend.lowest_logit:.3g} and {bend.highest_logit:.3g}"
     if not is_nonlinear(audit):
-        return [f"{head_label(audit.layer.head)} is a line: there is no bend. {logits}."]
+        return [f"{head_label(audit.layer.head)} is a line: it has no nonlinearity. {logits}."]
     shares = {
         f"On the {line.name} line (slope {line.slope:.3g})": (line.logits, line.probability) for line in bend.lines
     }
-    shares["In the bend"] = bend.logits_in_bend, bend.probability_in_bend
+    shares["Where phi is curved"] = bend.logits_in_bend, bend.probability_in_bend
     nearest = f"the slope {bend.nearest_slope:.4g} and is {kl_text(bend.kl_to_nearest_softmax)} nats away"
     return [
         f"{logits} ({bend.contexts:,} contexts).",
@@ -147,7 +147,7 @@ def _nonlinearity(audit: Audit) -> list[str]:
 
 
 def is_nonlinear(audit: Audit) -> bool:
-    """A softmax has no bend, and cannot collapse to itself."""
+    """A softmax has no nonlinearity, and cannot collapse to itself."""
     return audit.bend is not None and bool(audit.bend.lines or audit.bend.logits_in_bend)
 
 
@@ -334,8 +334,8 @@ def _collapse(audit: Audit) -> str:
             "does what softmax would do."
         )
     return (
-        f"{head} is in use: with the same h and W the nearest one without a bend, {other}, would be {kl} nats away. "
-        "(With h and W of its own it may come nearer.)"
+        f"{head} is in use: with the same h and W the nearest one without a nonlinearity, {other}, would be {kl} nats "
+        "away. (With h and W of its own it may come nearer.)"
     )
 
 

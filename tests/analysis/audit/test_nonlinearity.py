@@ -1,4 +1,4 @@
-"""The bend of phi: which lines it has, how much lies on them, and the nearest softmax."""
+"""The nonlinearity of phi: which lines it has, how much lies on them, and the nearest softmax."""
 
 import math
 

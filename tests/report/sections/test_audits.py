@@ -39,7 +39,7 @@ def test_a_softmax_has_not_collapsed_to_softmax(tmp_path):
     made = section_of(audits, [dataclasses.replace(audit, bend=line)], tmp_path)
     assert not any("collapsed" in finding for finding in made.findings)
     facts = made.blocks[0].to_text()
-    assert "is a line: there is no bend" in facts
+    assert "is a line: it has no nonlinearity" in facts
     assert "The nearest softmax has the slope" not in facts
     assert "The nearest softmax has the slope" in section_of(audits, [audit], tmp_path).blocks[0].to_text()
 
