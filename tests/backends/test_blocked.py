@@ -12,7 +12,14 @@ from torch import Tensor
 from sigsoftmax import OutputFunction, register_function
 from sigsoftmax.backends import blocked
 from sigsoftmax.backends.blocked.fast_rows import FastRows
-from sigsoftmax.backends.blocked.logistic import LogisticRows, SigmoidRows, SigsoftmaxRows, SoftmaxRows
+from sigsoftmax.backends.blocked.logistic import (
+    LogisticRows,
+    PowerRows,
+    ShiftedExpRows,
+    SigmoidRows,
+    SigsoftmaxRows,
+    SoftmaxRows,
+)
 from sigsoftmax.backends.blocked.relu import ReluRows
 from sigsoftmax.backends.blocked.softcap import SoftcapRows
 from sigsoftmax.backends.chunked.form_rows import FormRows
@@ -40,7 +47,11 @@ def routines(function: OutputFunction, needs_arguments: bool = False) -> object:
         (OutputFunction("gss", k=2.0, c=5.0), SigsoftmaxRows),
         (OutputFunction("shifted_sigsoftmax", b=SHIFTS), LogisticRows),
         (OutputFunction("sigmoid"), SigmoidRows),
-        (OutputFunction("gss", k=0.0), LogisticRows),
+        (OutputFunction("gss", k=0.0), ShiftedExpRows),
+        (OutputFunction("gss", k=0.2, c=torch.tensor(1.0)), PowerRows),
+        (OutputFunction("gss", k=3.0), PowerRows),
+        (OutputFunction("gss", k=100.0), LogisticRows),
+        (OutputFunction("gss", k=0.2, c=SHIFTS), LogisticRows),
         # The hand-made passes start at the row's highest logit, which is no place of a phi that falls.
         (OutputFunction("gss", k=-0.5), FormRows),
         (OutputFunction("softmax", alpha=torch.tensor(-0.3)), FormRows),
@@ -93,6 +104,13 @@ def results(routines: RowRoutines, logits_RV: Tensor) -> tuple[Tensor, ...]:
         (OutputFunction("sigmoid"), 0.0, 3.0),
         (OutputFunction("sigmoid"), -15.0, 3.0),
         (OutputFunction("sigmoid"), 15.0, 3.0),
+        (OutputFunction("gss", k=0.0), 0.0, 3.0),
+        (OutputFunction("gss", k=0.0, c=-3.0), 1e3, 3.0),
+        (OutputFunction("gss", k=0.2), 0.0, 3.0),
+        (OutputFunction("gss", k=0.2, c=1.5), 18.0, 2.0),
+        (OutputFunction("gss", k=0.01), 0.0, 3.0),
+        (OutputFunction("gss", k=3.0, c=-2.0), 0.0, 3.0),
+        (OutputFunction("gss", k=3.0), 18.0, 2.0),
         (OutputFunction("relu"), 0.0, 3.0),
         (OutputFunction("relu"), -20.0, 1.0),
         (OutputFunction("relu", eps=0.5), 1e4, 3.0),
@@ -123,6 +141,12 @@ def test_fast_blocks_agree_with_the_formulas(
     ("function", "logit"),
     [
         (OutputFunction("sigmoid"), -1e3),
+        (OutputFunction("gss", k=0.0), -torch.inf),
+        (OutputFunction("gss", k=0.0), -1.0),
+        (OutputFunction("gss", k=0.2), 1e3),
+        (OutputFunction("gss", k=0.2), -torch.inf),
+        (OutputFunction("gss", k=0.01), 1.0),
+        (OutputFunction("gss", k=3.0), 1.0),
         (OutputFunction("relu"), torch.finfo(torch.float32).max),
         (OutputFunction("relu"), -torch.inf),
         (OutputFunction("relu", eps=1e-36), 0.0),

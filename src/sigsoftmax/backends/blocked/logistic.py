@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.backends.blocked.fast_rows import FastRows, ProbabilityRows
+from sigsoftmax.backends.blocked.fast_rows import MOST_PHI, FastRows, ProbabilityRows
 from sigsoftmax.backends.chunked.form_rows import FormRows, phi_gradient, row_stats
 from sigsoftmax.contract.rows import MASK, RowCoefficients, RowStats, RowTargets
 from sigsoftmax.family.formulas import LOGISTIC
@@ -23,6 +23,11 @@ SMALLEST_SIGMOID_TERM = 1e-30
 LOWEST_SIGMOID = -32.0
 """Left of it, as seen from c, sigmoids and their sums come near the smallest normal float32."""
 
+FARTHEST_LOGARITHM = 64.0
+"""Up to this distance from c a sigmoid in float32 has a logarithm with all digits."""
+LARGEST_POWER = 4.0
+"""The logarithm of a sigmoid near 1 is off by its rounding, times the power."""
+
 
 def logistic_target(z_y: Tensor, peak: Tensor, values: Sequence[float]) -> Tensor:
     """phi of the targets relative to the offset of the peak, (R, 1), without cancellation; a mask keeps its -inf."""
@@ -30,6 +35,13 @@ def logistic_target(z_y: Tensor, peak: Tensor, values: Sequence[float]) -> Tenso
     arguments = [z_y.new_tensor(value) for value in values]
     relative, _ = LOGISTIC.relative(torch.where(masked, peak, z_y), peak, *arguments)
     return torch.where(masked, z_y, relative)
+
+
+def target_right_of_c(z_y: Tensor, peak: Tensor, beta: float, c: float) -> Tensor:
+    """phi = z + beta log sigmoid(z - c) of targets that are no masks, less a peak right of c, in fewer operations."""
+    x = z_y - c
+    lines = (z_y.clamp(min=c) - peak).add_(x.clamp(max=0.0), alpha=1.0 + beta)
+    return lines.add_(F.logsigmoid(x.abs_()), alpha=beta)
 
 
 class SoftmaxRows(ProbabilityRows):
@@ -114,14 +126,19 @@ class SigmoidRows(ProbabilityRows):
 
     def _probabilities(self, z: Tensor, peak: Tensor, has_index: bool) -> tuple[Tensor, Tensor, Tensor | None] | None:
         height = peak - self.c
-        if not bool((height >= LOWEST_SIGMOID).all()):
+        lowest = float(height.amin()) if height.numel() else -torch.inf
+        if not lowest >= LOWEST_SIGMOID:
             return None
         self._x = z if self.c == 0.0 else torch.sub(z, self.c, out=self._buffer("x", z))
         self._sigmoid = torch.sigmoid(self._x, out=self._buffer("sigmoid", z))
         self._total = self._sigmoid.sum(-1, keepdim=True)
         # The slope is 1 left of c, where the offset is the peak's distance from it.
         offset = height.clamp_(max=0.0)
-        target = logistic_target(self._z_y, peak, (0.0, 1.0, self.c)) if has_index else None
+        target = None
+        if has_index and lowest < 0.0:
+            target = logistic_target(self._z_y, peak, (0.0, 1.0, self.c))
+        elif has_index:
+            target = F.logsigmoid(self._z_y - self.c)
         return offset, (self._total * torch.exp(-offset)).log_(), target
 
     def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
@@ -132,6 +149,68 @@ class SigmoidRows(ProbabilityRows):
 
     def _target_slope(self) -> Tensor:
         return torch.sigmoid(self.c - self._z_y)
+
+
+class ShiftedExpRows(ProbabilityRows):
+    """phi = z - log sigmoid(z - c) = log(e^z + e^c) for a fixed scalar c, which is gss with k = 0.
+
+    f times the slope of phi is e^z over the sum: with p = softmax(z), m the peak of the row and p_m its probability, p
+    over 1 + V p_m e^(c - m). It costs no more than softmax.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor) -> None:
+        super().__init__(logits_like, LogisticRows(arguments, logits_like))
+        self.c = float(arguments[2])
+
+    def _probabilities(self, z: Tensor, peak: Tensor, has_index: bool) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        # A mask has no part in the sum that V counts.
+        if z.numel() == 0 or not bool((peak >= self.c).all()) or not bool(z.amin() > MASK):
+            return None
+        p = self._p = torch.softmax(z, -1, out=self._buffer("p", z))
+        largest = p.amax(-1, keepdim=True)
+        self._total = 1.0 + z.shape[-1] * largest * torch.exp(self.c - peak)
+        target = target_right_of_c(self._z_y, peak, -1.0, self.c) if has_index else None
+        return peak, (self._total / largest).log_(), target
+
+    def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
+        return self._p, coefficients.normalizer.unsqueeze(-1) / self._total
+
+    def _target_slope(self) -> Tensor:
+        return torch.sigmoid(self._z_y - self.c)
+
+
+class PowerRows(ProbabilityRows):
+    """g = e^z s^beta with s = sigmoid(z - c) for fixed scalars, with one sigmoid and one logarithm per element.
+
+    Its slope 1 + beta - beta s is a sum of positive terms where beta < 0, and else at least 1. Left of c the terms of
+    phi = z + beta log s have different signs where beta < 0, and digits only while both are small.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor) -> None:
+        super().__init__(logits_like, LogisticRows(arguments, logits_like))
+        _, self.beta, self.c = (float(a) for a in arguments)
+        self.left_slope = 1.0 + self.beta
+        self.most_left = MOST_PHI if self.beta < 0.0 else FARTHEST_LOGARITHM
+
+    def _probabilities(self, z: Tensor, peak: Tensor, has_index: bool) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        if z.numel() == 0 or not self.c <= float(peak.amin()) <= float(peak.amax()) <= MOST_PHI:
+            return None
+        if not self.c - float(z.amin()) <= self.most_left:
+            return None
+        f, sigmoid = self._buffer("f", z), self._buffer("sigmoid", z)
+        x = z if self.c == 0.0 else torch.sub(z, self.c, out=sigmoid)
+        self._sigmoid = torch.sigmoid(x, out=sigmoid)
+        torch.add(z, torch.log(sigmoid, out=f), alpha=self.beta, out=f)
+        self._f = torch.softmax(f, -1, out=f)
+        normalizer = F.logsigmoid(peak - self.c).mul_(self.beta) - f.amax(-1, keepdim=True).log_()
+        return peak, normalizer, target_right_of_c(self._z_y, peak, self.beta, self.c) if has_index else None
+
+    def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
+        values = self._f.addcmul_(self._f, self._sigmoid, value=-self.beta / self.left_slope)
+        return values, (coefficients.normalizer * self.left_slope).unsqueeze(-1)
+
+    def _target_slope(self) -> Tensor:
+        return torch.sigmoid(self._z_y - self.c).mul_(-self.beta).add_(self.left_slope)
 
 
 class LogisticRows(FastRows):
