@@ -1,21 +1,35 @@
-"""Which routines the blocked backend takes for which output function.
+"""Which routines the blocked backend takes for which output function, and that each computes what the formulas say.
 
-Shapes: V classes.
+Shapes: R rows, V classes.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from sigsoftmax import OutputFunction, register_function
 from sigsoftmax.backends import blocked
-from sigsoftmax.backends.blocked.logistic import LogisticRows, SigsoftmaxRows, SoftmaxRows
+from sigsoftmax.backends.blocked.fast_rows import FastRows
+from sigsoftmax.backends.blocked.logistic import (
+    LogisticRows,
+    PowerRows,
+    ShiftedExpRows,
+    SigmoidRows,
+    SigsoftmaxRows,
+    SoftmaxRows,
+)
+from sigsoftmax.backends.blocked.relu import ReluRows
+from sigsoftmax.backends.blocked.softcap import SoftcapRows
 from sigsoftmax.backends.chunked.form_rows import FormRows
+from sigsoftmax.contract.rows import RowCoefficients, RowRoutines, RowTargets
 from sigsoftmax.family.parameters import ParameterKind
 
 LOGITS = torch.zeros(2, 4)
 SHIFTS = torch.linspace(-1.0, 1.0, 4)
+WITHOUT_ARGUMENTS = (FormRows, ReluRows, SoftcapRows)
+"""routines of forms whose derivatives by arguments are the reference formulas'"""
 
 
 def routines(function: OutputFunction, needs_arguments: bool = False) -> object:
@@ -32,20 +46,24 @@ def routines(function: OutputFunction, needs_arguments: bool = False) -> object:
         (OutputFunction("shifted_sigsoftmax", b=torch.tensor(-2.0)), SigsoftmaxRows),
         (OutputFunction("gss", k=2.0, c=5.0), SigsoftmaxRows),
         (OutputFunction("shifted_sigsoftmax", b=SHIFTS), LogisticRows),
-        (OutputFunction("sigmoid"), LogisticRows),
-        (OutputFunction("gss", k=0.0), LogisticRows),
+        (OutputFunction("sigmoid"), SigmoidRows),
+        (OutputFunction("gss", k=0.0), ShiftedExpRows),
+        (OutputFunction("gss", k=0.2, c=torch.tensor(1.0)), PowerRows),
+        (OutputFunction("gss", k=3.0), PowerRows),
+        (OutputFunction("gss", k=100.0), LogisticRows),
+        (OutputFunction("gss", k=0.2, c=SHIFTS), LogisticRows),
         # The hand-made passes start at the row's highest logit, which is no place of a phi that falls.
         (OutputFunction("gss", k=-0.5), FormRows),
         (OutputFunction("softmax", alpha=torch.tensor(-0.3)), FormRows),
-        (OutputFunction("relu"), FormRows),
-        (OutputFunction("softcap"), FormRows),
+        (OutputFunction("relu"), ReluRows),
+        (OutputFunction("softcap"), SoftcapRows),
     ],
     ids=str,
 )
 def test_routines_follow_from_what_is_known_of_phi(function: OutputFunction, taken: type) -> None:
     assert type(routines(function)) is taken
     # Derivatives by the arguments are the whole form's.
-    assert type(routines(function, needs_arguments=True)) is (FormRows if taken is FormRows else LogisticRows)
+    assert type(routines(function, needs_arguments=True)) is (FormRows if taken in WITHOUT_ARGUMENTS else LogisticRows)
 
 
 def test_a_scale_of_zero_is_no_softmax() -> None:
@@ -62,3 +80,87 @@ def test_argument_kinds_are_those_of_the_function(c: torch.Tensor) -> None:
     found = routines(function, needs_arguments=True)
     assert isinstance(found, FormRows)
     assert found.kinds == [kind or ParameterKind.SCALAR for kind in function.argument_kinds()]
+
+
+# What the hand-made passes compute
+
+
+def results(routines: RowRoutines, logits_RV: Tensor) -> tuple[Tensor, ...]:
+    """log f of the targets, log normalisers and the gradient, for coefficients that differ by row."""
+    rows = logits_RV.shape[0]
+    targets = RowTargets(torch.arange(rows) % logits_RV.shape[1])
+    stats = routines.stats(logits_RV, targets)
+    assert stats.target is not None
+    scale = torch.linspace(0.5, 1.5, rows, dtype=stats.target.dtype)
+    out_RV = torch.empty_like(logits_RV)
+    routines.gradient(logits_RV, targets, stats, RowCoefficients(scale, -0.7 * scale, None, None), out_RV)
+    return stats.target - stats.normalizer, stats.normalizer + stats.offset, out_RV
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("function", "shift", "deviation"),
+    [
+        (OutputFunction("sigmoid"), 0.0, 3.0),
+        (OutputFunction("sigmoid"), -15.0, 3.0),
+        (OutputFunction("sigmoid"), 15.0, 3.0),
+        (OutputFunction("gss", k=0.0), 0.0, 3.0),
+        (OutputFunction("gss", k=0.0, c=-3.0), 1e3, 3.0),
+        (OutputFunction("gss", k=0.2), 0.0, 3.0),
+        (OutputFunction("gss", k=0.2, c=1.5), 18.0, 2.0),
+        (OutputFunction("gss", k=0.01), 0.0, 3.0),
+        (OutputFunction("gss", k=3.0, c=-2.0), 0.0, 3.0),
+        (OutputFunction("gss", k=3.0), 18.0, 2.0),
+        (OutputFunction("relu"), 0.0, 3.0),
+        (OutputFunction("relu"), -20.0, 1.0),
+        (OutputFunction("relu", eps=0.5), 1e4, 3.0),
+        (OutputFunction("softcap"), 0.0, 3.0),
+        (OutputFunction("softcap", c=1e7), 0.0, 3.0),
+        # The classes of these rows lie on both sides of the cap, or beyond it.
+        (OutputFunction("softcap", c=5.0), 0.0, 5.0),
+        (OutputFunction("softcap", c=5.0), 20.0, 1.0),
+    ],
+    ids=str,
+)
+def test_fast_blocks_agree_with_the_formulas(
+    function: OutputFunction, shift: float, deviation: float, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    logits = (shift + deviation * torch.randn(16, 50)).to(dtype)
+    arguments = function.arguments(50)
+    fast = blocked.routines(function.form, arguments, logits, False)
+    exact = FormRows(function.form, arguments, logits.double())
+    found = results(fast, logits)
+    assert isinstance(fast, FastRows)
+    assert not fast._turned_to_slower
+    for part, truth in zip(found, results(exact, logits.double()), strict=True):
+        assert float((part.double() - truth).norm()) <= 10 * torch.finfo(dtype).eps * float(truth.norm())
+
+
+@pytest.mark.parametrize(
+    ("function", "logit"),
+    [
+        (OutputFunction("sigmoid"), -1e3),
+        (OutputFunction("gss", k=0.0), -torch.inf),
+        (OutputFunction("gss", k=0.0), -1.0),
+        (OutputFunction("gss", k=0.2), 1e3),
+        (OutputFunction("gss", k=0.2), -torch.inf),
+        (OutputFunction("gss", k=0.01), 1.0),
+        (OutputFunction("gss", k=3.0), 1.0),
+        (OutputFunction("relu"), torch.finfo(torch.float32).max),
+        (OutputFunction("relu"), -torch.inf),
+        (OutputFunction("relu", eps=1e-36), 0.0),
+        (OutputFunction("softcap"), -torch.inf),
+        (OutputFunction("softcap", c=1e4), 1e3),
+    ],
+    ids=str,
+)
+def test_a_block_that_does_not_suit_goes_to_slower_routines(function: OutputFunction, logit: float) -> None:
+    logits = torch.full((3, 4), -1e3)
+    logits[0, 1] = logit
+    found = routines(function)
+    assert isinstance(found, FastRows)
+    expected = results(FormRows(function.form, function.arguments(4), LOGITS), logits)
+    for part, truth in zip(results(found, logits), expected, strict=True):
+        torch.testing.assert_close(part, truth, rtol=1e-6, atol=0.0)
+    assert found._turned_to_slower

@@ -1,126 +1,50 @@
 """Hand-made passes over a block for the logistic form, phi = alpha z + beta log sigmoid(z - c).
 
-All intermediate results live in buffers that are made once; a pass over fresh memory would cost more in page faults
-than in arithmetic. A block that a fast pass cannot serve (masked classes, rows left of c, weights over all classes
-where only probabilities were computed) goes to the next slower routines. phi increases here, so that the peak of a
-row, the logit at which phi is largest, is the row maximum.
-
 Shapes: R rows of a block, V classes.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.backends.chunked.form_rows import FormRows, block_rows, phi_gradient, row_stats
-from sigsoftmax.contract.rows import MASK, RowCoefficients, RowRoutines, RowStats, RowTargets, compute_dtype
+from sigsoftmax.backends.blocked.fast_rows import MOST_PHI, FastRows, ProbabilityRows
+from sigsoftmax.backends.chunked.form_rows import FormRows, phi_gradient, row_stats
+from sigsoftmax.contract.rows import MASK, RowCoefficients, RowStats, RowTargets
 from sigsoftmax.family.formulas import LOGISTIC
 from sigsoftmax.family.parameters import ParameterKind
-
-BLOCK_BYTES = 2 * 2**20
-"""A few work buffers of this size stay in the caches of today's cores."""
 
 SMALLEST_SIGMOID_TERM = 1e-30
 """Below it the nonlinearity of phi only touches classes whose probability is smaller still."""
 
+LOWEST_SIGMOID = -32.0
+"""Left of it, as seen from c, sigmoids and their sums come near the smallest normal float32."""
 
-class _FastRows(ABC):
-    """``RowRoutines`` with work buffers, and the routines to turn to when a block does not suit."""
-
-    def __init__(self, logits_like: Tensor, slower: RowRoutines) -> None:
-        self.dtype = compute_dtype(logits_like.dtype)
-        self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
-        self.slower = slower
-        self._turned_to_slower = False
-        self._buffers: dict[str, Tensor] = {}
-
-    def _buffer(self, name: str, like_RV: Tensor) -> Tensor:
-        rows, classes = like_RV.shape
-        held = self._buffers.get(name)
-        if held is None or held.shape[0] < rows:
-            held = self._buffers[name] = torch.empty(rows, classes, dtype=self.dtype, device=like_RV.device)
-        return held[:rows]
-
-    def stats(self, logits_RV: Tensor, targets: RowTargets) -> RowStats:
-        is_wide = logits_RV.dtype == self.dtype
-        z = logits_RV if is_wide else self._buffer("converted", logits_RV).copy_(logits_RV)
-        stats = self._fast_stats(z, z.amax(-1, keepdim=True), targets)
-        self._turned_to_slower = stats is None
-        return stats or self.slower.stats(logits_RV, targets)
-
-    def gradient(
-        self, logits_RV: Tensor, targets: RowTargets, stats: RowStats, coefficients: RowCoefficients, out_RV: Tensor
-    ) -> None:
-        if self._turned_to_slower:
-            self.slower.gradient(logits_RV, targets, stats, coefficients, out_RV)
-            return
-        self._fast_gradient(targets, coefficients, out_RV)
-        if coefficients.unused is not None:
-            out_RV.masked_fill_(coefficients.unused.unsqueeze(-1), 0.0)
-
-    @abstractmethod
-    def _fast_stats(self, z: Tensor, peak: Tensor, targets: RowTargets) -> RowStats | None:
-        """The statistics of a block; None if it does not suit."""
-
-    @abstractmethod
-    def _fast_gradient(self, targets: RowTargets, coefficients: RowCoefficients, out_RV: Tensor) -> None:
-        """Write the gradient of the block whose statistics were computed last."""
-
-    def argument_gradients(self) -> list[Tensor]:
-        return self.slower.argument_gradients()
+FARTHEST_LOGARITHM = 64.0
+"""Up to this distance from c a sigmoid in float32 has a logarithm with all digits."""
+LARGEST_POWER = 4.0
+"""The logarithm of a sigmoid near 1 is off by its rounding, times the power."""
 
 
-class _ProbabilityRows(_FastRows):
-    """Rows of which only probabilities are computed: no weights over all classes and no entropy."""
-
-    _z_y: Tensor
-    """(R, 1): the logits of the targets"""
-
-    def _fast_stats(self, z: Tensor, peak: Tensor, targets: RowTargets) -> RowStats | None:
-        if targets.dense is not None or targets.entropy:
-            return None
-        if targets.index_R is not None:
-            self._z_y = z.gather(-1, targets.index_R.unsqueeze(-1))
-        found = self._probabilities(z, peak, targets.index_R is not None)
-        if found is None:
-            return None
-        offset, normalizer, target = (None if t is None else t.squeeze(-1) for t in found)
-        assert offset is not None and normalizer is not None
-        best = z.argmax(-1) if targets.argmax else None
-        return RowStats(peak.squeeze(-1), offset, normalizer, target, None, best, None)
-
-    @abstractmethod
-    def _probabilities(self, z: Tensor, peak: Tensor, has_index: bool) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Offset, normaliser and phi of the target, (R, 1) each; None if the block does not suit."""
-
-    @abstractmethod
-    def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
-        """Two factors of the normaliser's part of the gradient, (R, V) and (R, 1)."""
-
-    @abstractmethod
-    def _target_slope(self) -> Tensor:
-        """The slope of phi at the target, (R, 1)."""
-
-    def _fast_gradient(self, targets: RowTargets, coefficients: RowCoefficients, out_RV: Tensor) -> None:
-        values_RV, factor_R1 = self._by_normalizer(coefficients)
-        torch.mul(values_RV, factor_R1, out=out_RV)
-        if targets.index_R is None:
-            return
-        assert coefficients.target is not None
-        index_R1 = targets.index_R.unsqueeze(-1)
-        at_target = values_RV.gather(-1, index_R1).mul_(factor_R1)
-        slope_R1 = self._target_slope().masked_fill_(self._z_y == MASK, 1.0)
-        # Both parts are added before out's dtype rounds them.
-        at_target += slope_R1 * coefficients.target.unsqueeze(-1)
-        out_RV.scatter_(-1, index_R1, at_target.to(out_RV.dtype))
+def logistic_target(z_y: Tensor, peak: Tensor, values: Sequence[float]) -> Tensor:
+    """phi of the targets relative to the offset of the peak, (R, 1), without cancellation; a mask keeps its -inf."""
+    masked = z_y == MASK
+    arguments = [z_y.new_tensor(value) for value in values]
+    relative, _ = LOGISTIC.relative(torch.where(masked, peak, z_y), peak, *arguments)
+    return torch.where(masked, z_y, relative)
 
 
-class SoftmaxRows(_ProbabilityRows):
+def target_right_of_c(z_y: Tensor, peak: Tensor, beta: float, c: float) -> Tensor:
+    """phi = z + beta log sigmoid(z - c) of targets that are no masks, less a peak right of c, in fewer operations."""
+    x = z_y - c
+    lines = (z_y.clamp(min=c) - peak).add_(x.clamp(max=0.0), alpha=1.0 + beta)
+    return lines.add_(F.logsigmoid(x.abs_()), alpha=beta)
+
+
+class SoftmaxRows(ProbabilityRows):
     """phi = alpha z."""
 
     def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor) -> None:
@@ -148,7 +72,7 @@ class SoftmaxRows(_ProbabilityRows):
         return torch.full_like(self._z_y, self.alpha)
 
 
-class SigsoftmaxRows(_ProbabilityRows):
+class SigsoftmaxRows(ProbabilityRows):
     """phi = z + log sigmoid(z - c) for a fixed scalar c, with one exponential per element (docs/mathematics.md).
 
     With p = softmax(z), m the peak of the row and p_m its probability, the sigmoid is p / (p + p_m e^(c - m)), and for
@@ -177,10 +101,7 @@ class SigsoftmaxRows(_ProbabilityRows):
         else:
             torch.add(p, term, out=ratio)
         if has_index and is_left:
-            masked = self._z_y == MASK
-            arguments = [z.new_tensor(value) for value in (1.0, 1.0, self.c)]
-            relative, _ = LOGISTIC.relative(torch.where(masked, peak, self._z_y), peak, *arguments)
-            target = torch.where(masked, self._z_y, relative)
+            target = logistic_target(self._z_y, peak, (1.0, 1.0, self.c))
         elif has_index:
             target = (self._z_y - peak).add_(F.logsigmoid(self._z_y - self.c))
         self._ratio = torch.div(p, ratio, out=ratio)
@@ -196,7 +117,103 @@ class SigsoftmaxRows(_ProbabilityRows):
         return torch.sigmoid(self._z_y - self.c).neg_().add_(2.0)
 
 
-class LogisticRows(_FastRows):
+class SigmoidRows(ProbabilityRows):
+    """phi = log sigmoid(z - c) for a fixed scalar c: f is a sigmoid over the sum of them."""
+
+    def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor) -> None:
+        super().__init__(logits_like, LogisticRows(arguments, logits_like))
+        self.c = float(arguments[2])
+
+    def _probabilities(self, z: Tensor, peak: Tensor, has_index: bool) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        height = peak - self.c
+        lowest = float(height.amin()) if height.numel() else -torch.inf
+        if not lowest >= LOWEST_SIGMOID:
+            return None
+        self._x = z if self.c == 0.0 else torch.sub(z, self.c, out=self._buffer("x", z))
+        self._sigmoid = torch.sigmoid(self._x, out=self._buffer("sigmoid", z))
+        self._total = self._sigmoid.sum(-1, keepdim=True)
+        # The slope is 1 left of c, where the offset is the peak's distance from it.
+        offset = height.clamp_(max=0.0)
+        target = None
+        if has_index and lowest < 0.0:
+            target = logistic_target(self._z_y, peak, (0.0, 1.0, self.c))
+        elif has_index:
+            target = F.logsigmoid(self._z_y - self.c)
+        return offset, (self._total * torch.exp(-offset)).log_(), target
+
+    def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
+        # 1 - sigmoid would have no digits far right of c.
+        complement = self._buffer("complement", self._x)
+        torch.sigmoid(torch.neg(self._x, out=complement), out=complement)
+        return self._sigmoid.mul_(complement), coefficients.normalizer.unsqueeze(-1) / self._total
+
+    def _target_slope(self) -> Tensor:
+        return torch.sigmoid(self.c - self._z_y)
+
+
+class ShiftedExpRows(ProbabilityRows):
+    """phi = z - log sigmoid(z - c) = log(e^z + e^c) for a fixed scalar c, which is gss with k = 0.
+
+    f times the slope of phi is e^z over the sum: with p = softmax(z), m the peak of the row and p_m its probability, p
+    over 1 + V p_m e^(c - m). It costs no more than softmax.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor) -> None:
+        super().__init__(logits_like, LogisticRows(arguments, logits_like))
+        self.c = float(arguments[2])
+
+    def _probabilities(self, z: Tensor, peak: Tensor, has_index: bool) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        # A mask has no part in the sum that V counts.
+        if z.numel() == 0 or not bool((peak >= self.c).all()) or not bool(z.amin() > MASK):
+            return None
+        p = self._p = torch.softmax(z, -1, out=self._buffer("p", z))
+        largest = p.amax(-1, keepdim=True)
+        self._total = 1.0 + z.shape[-1] * largest * torch.exp(self.c - peak)
+        target = target_right_of_c(self._z_y, peak, -1.0, self.c) if has_index else None
+        return peak, (self._total / largest).log_(), target
+
+    def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
+        return self._p, coefficients.normalizer.unsqueeze(-1) / self._total
+
+    def _target_slope(self) -> Tensor:
+        return torch.sigmoid(self._z_y - self.c)
+
+
+class PowerRows(ProbabilityRows):
+    """g = e^z s^beta with s = sigmoid(z - c) for fixed scalars, with one sigmoid and one logarithm per element.
+
+    Its slope 1 + beta - beta s is a sum of positive terms where beta < 0, and else at least 1. Left of c the terms of
+    phi = z + beta log s have different signs where beta < 0, and digits only while both are small.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor) -> None:
+        super().__init__(logits_like, LogisticRows(arguments, logits_like))
+        _, self.beta, self.c = (float(a) for a in arguments)
+        self.left_slope = 1.0 + self.beta
+        self.most_left = MOST_PHI if self.beta < 0.0 else FARTHEST_LOGARITHM
+
+    def _probabilities(self, z: Tensor, peak: Tensor, has_index: bool) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        if z.numel() == 0 or not self.c <= float(peak.amin()) <= float(peak.amax()) <= MOST_PHI:
+            return None
+        if not self.c - float(z.amin()) <= self.most_left:
+            return None
+        f, sigmoid = self._buffer("f", z), self._buffer("sigmoid", z)
+        x = z if self.c == 0.0 else torch.sub(z, self.c, out=sigmoid)
+        self._sigmoid = torch.sigmoid(x, out=sigmoid)
+        torch.add(z, torch.log(sigmoid, out=f), alpha=self.beta, out=f)
+        self._f = torch.softmax(f, -1, out=f)
+        normalizer = F.logsigmoid(peak - self.c).mul_(self.beta) - f.amax(-1, keepdim=True).log_()
+        return peak, normalizer, target_right_of_c(self._z_y, peak, self.beta, self.c) if has_index else None
+
+    def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
+        values = self._f.addcmul_(self._f, self._sigmoid, value=-self.beta / self.left_slope)
+        return values, (coefficients.normalizer * self.left_slope).unsqueeze(-1)
+
+    def _target_slope(self) -> Tensor:
+        return torch.sigmoid(self._z_y - self.c).mul_(-self.beta).add_(self.left_slope)
+
+
+class LogisticRows(FastRows):
     """The whole form: alpha, beta and c fixed or learned, c scalar or per class, weights over all classes."""
 
     def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool = False) -> None:
