@@ -26,9 +26,11 @@ with forward_ad.dual_level():
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor):
+        ctx.save_for_backward(3 * tensor, None, tensor)
         return 2 * tensor
     @staticmethod
     def backward(ctx, by):
+        told["saved"] = [saved if saved is None else saved.tolist() for saved in t.first_saved_tensors(ctx, 2)]
         told["keeps"] = told.get("keeps", []) + [t.keeps_graph()]
         return 2 * by
 
@@ -70,6 +72,7 @@ def test_fallbacks_give_the_same_answers() -> None:
     assert private["outside"] == [False, False]
     assert private["vmap"] == [True, True, False]
     assert private["grad"] == [True, True]
+    assert private["saved"] == [[3.0, 3.0, 3.0], None]
 
 
 @pytest.mark.slow

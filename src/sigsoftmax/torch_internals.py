@@ -28,6 +28,7 @@ _transforms_active = _found(torch, "_C", "_are_functorch_transforms_active")
 _is_wrapped = _found(torch, "_C", "_functorch", "is_functorch_wrapped_tensor")
 _keeps_graph = _found(torch, "_C", "_autograd", "_get_current_graph_task_keep_graph")
 _delayed_error = _found(torch, "_C", "_functions", "DelayedError")
+_unpack_saved = _found(torch, "_C", "_autograd", "SavedTensor", "unpack")
 _assert_async = _found(torch, "_assert_async")
 current_raw_stream: Callable[[int], int] | None = _found(torch, "_C", "_cuda_getCurrentRawStream")
 """the address of the current stream of a device; None where torch does not tell"""
@@ -90,6 +91,15 @@ def apply_eagerly(function: type[torch.autograd.Function], *inputs: Any) -> Any:
 def keeps_graph() -> bool:
     """True if the backward pass that is running was asked to keep the graph (retain_graph=True), or it is unknown."""
     return _keeps_graph is None or bool(_keeps_graph())
+
+
+def first_saved_tensors(ctx: Any, count: int) -> tuple[Tensor | None, ...]:
+    """The first tensors that an autograd function saved; nothing is asked of the others, which may have changed.
+
+    The fallback is ``saved_tensors``, which refuses a change of any of them.
+    """
+    saved = None if _unpack_saved is None else getattr(ctx, "_raw_saved_tensors", None)
+    return ctx.saved_tensors[:count] if saved is None else tuple(_unpack_saved(one) for one in saved[:count])
 
 
 class _Raising(torch.autograd.Function):

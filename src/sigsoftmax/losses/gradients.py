@@ -1,6 +1,10 @@
-"""Backward passes: gradients that are computed again or were stored, and that refuse to be differentiated twice.
+"""Backward passes: gradients that are computed again or were stored, and what happens if these are differentiated.
 
 The autograd functions serve calls outside torch.compile, where calls through torch.library cost more than a small loss.
+
+Under create_graph=True the gradients of given logits are computed once more from the logits, by plain autograd and with
+a graph. Those of products are not, since plain autograd would hold the N x V logits that these calls avoid: they raise
+when they are differentiated.
 """
 
 from __future__ import annotations
@@ -13,14 +17,14 @@ from torch import Tensor
 
 from sigsoftmax import torch_internals
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.losses.lowering import Lowered
+from sigsoftmax.losses.lowering import Lowered, plain_result
 
 Gradients = Sequence[Tensor | None]
 """in the order of ``Operands.differentiable``; None where a gradient is not wanted"""
 
 NO_SECOND_DERIVATIVE = (
     "sigsoftmax: the fast backends have no second derivative; pass backend='reference' (plain torch, which holds "
-    "the N x V logits) to differentiate twice"
+    "the N x V logits) to differentiate twice, or call cross_entropy outside torch.compile with logits that you hold"
 )
 
 
@@ -49,8 +53,10 @@ class RecomputingFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         if by_output is None:
             return (None,) * len(ctx.needs_input_grad)
+        operands = Operands.from_flat(saved, ctx.arguments, ctx.shard)
+        if _can_be_differentiated_again(ctx.lowered):
+            return (*(None,) * 5, *_of_operands(_differentiable_gradients(ctx.lowered, operands, by_output)))
         with torch.no_grad():
-            operands = Operands.from_flat(saved, ctx.arguments, ctx.shard)
             gradients = ctx.gradients(ctx.lowered, operands, by_output)
         return (*(None,) * 5, *_of_operands(not_differentiable_again(gradients, (by_output, *saved))))
 
@@ -59,24 +65,50 @@ class StoringFunction(torch.autograd.Function):
     """A loss of one number, whose gradients are computed with it and multiplied by the incoming one."""
 
     @staticmethod
-    def forward(ctx: Any, path: Any, arguments: int, shard: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        results = path.compute(Operands.from_flat(tensors, arguments, shard))
+    def forward(
+        ctx: Any, lowered: Lowered, arguments: int, shard: Any, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        results = lowered.path.compute(Operands.from_flat(tensors, arguments, shard))
         ctx.set_materialize_grads(False)
-        ctx.scale = path.scale
+        ctx.lowered, ctx.arguments = lowered, arguments
         ctx.mark_non_differentiable(*(extra for extra in results.extras if extra is not None))
-        # An output leads a second derivative to the inputs; not the loss, which its owner may change.
-        ctx.save_for_backward(results.losses_N, *results.gradients)
+        # Second derivatives start from given logits; else an output leads to the inputs, and raises. Not the loss,
+        # which its owner may change.
+        sources = (results.losses_N,) if lowered.problem.has_weight else tensors
+        ctx.stored = len(results.gradients)
+        ctx.save_for_backward(*results.gradients, *sources)
         return results.loss, results.losses_N, *results.extras
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor | None, *_: Tensor | None) -> Gradients:
-        losses, *stored = ctx.saved_tensors
+        needs_sources = torch.is_grad_enabled() or (by_loss is not None and is_traced(by_loss))
+        saved = ctx.saved_tensors if needs_sources else torch_internals.first_saved_tensors(ctx, ctx.stored)
         if by_loss is None:
             return (None,) * len(ctx.needs_input_grad)
+        stored, sources = saved[: ctx.stored], saved[ctx.stored :]
+        if _can_be_differentiated_again(ctx.lowered):
+            operands = Operands.from_flat(sources, ctx.arguments)
+            return (None, None, None, *_of_operands(_differentiable_gradients(ctx.lowered, operands, by_loss)))
         # Saved outputs come back as results; a gradient that wants a gradient is for create_graph alone.
         kept = [None if t is None else t.detach() if t.requires_grad else t for t in stored]
-        gradients = not_differentiable_again(_times(kept, by_loss, ctx.scale), (by_loss, losses))
-        return (None, None, None, *_of_operands(gradients))
+        gradients = _times(kept, by_loss, ctx.lowered.path.scale)
+        return (None, None, None, *_of_operands(not_differentiable_again(gradients, (by_loss, *sources))))
+
+
+def _can_be_differentiated_again(lowered: Lowered) -> bool:
+    """True if a graph of the gradients is asked for, and the call saved the logits that it is made from."""
+    return torch.is_grad_enabled() and not lowered.problem.has_weight and not torch.compiler.is_compiling()
+
+
+def _differentiable_gradients(lowered: Lowered, operands: Operands, by_output: Tensor) -> Gradients:
+    """The gradients by plain autograd, with a graph that leads to the operands and to the incoming gradient."""
+    # Views, since an operand may be a function of another one, through which no gradient is to pass here.
+    views = Operands.from_flat([None if t is None else t.view_as(t) for t in operands.flat], len(operands.arguments))
+    result = plain_result(lowered, views).reshape(by_output.shape)
+    wanted = lowered.problem.wanted.flat
+    inputs = [view for view, want in zip(views.differentiable, wanted, strict=True) if want]
+    found = iter(torch.autograd.grad(result, inputs, by_output, create_graph=True, materialize_grads=True))
+    return [next(found) if want else None for want in wanted]
 
 
 def _of_operands(gradients: Gradients) -> Gradients:

@@ -11,7 +11,10 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from sigsoftmax.backends import reference
+from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Decision, Problem, Refusal
 from sigsoftmax.contract.signature import BACKEND_VARIABLE, Signature, TensorSignature
 from sigsoftmax.contract.spec import CallSpec, LogProbsSpec, LossSpec
@@ -65,6 +68,17 @@ def lower(spec: CallSpec, signature: Signature) -> Lowered:
 def explain() -> Decision | None:
     """The decision of the last operation in this process: its path, and why none was faster; None before any."""
     return _last
+
+
+def plain_result(lowered: Lowered, operands: Operands) -> Tensor:
+    """The result of a lowered call by plain autograd, for derivatives that its path has not; ``explain`` tells it."""
+    global _last
+    problem = lowered.problem
+    refused = {lowered.decision.backend: "its gradients cannot be differentiated again"}
+    _last = Decision(REFERENCE, "create_graph=True", PLAIN_AUTOGRAD, refused)
+    return (
+        plain_loss(problem, operands).loss if isinstance(problem.spec, LossSpec) else plain_log_probs(problem, operands)
+    )
 
 
 def _decide(spec: CallSpec, signature: Signature) -> Lowered:

@@ -63,7 +63,7 @@ def loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tensor, Extr
         )
     else:
         total, _, *extras = torch_internals.apply_eagerly(
-            StoringFunction, lowered.path, len(operands.arguments), operands.shard, *operands.flat
+            StoringFunction, lowered, len(operands.arguments), operands.shard, *operands.flat
         )
     return total if spec.extras is None else (total, _extras(problem, extras))
 

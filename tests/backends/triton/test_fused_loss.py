@@ -311,12 +311,25 @@ def test_gradients_that_are_not_wanted(wanted: int, fused_paths: list[LossPath])
     assert len(fused_paths) == 2
 
 
-def test_there_is_no_second_derivative(fused_paths: list[LossPath]) -> None:
-    logits = leaves(N, V)
-    loss = sigsoftmax.cross_entropy(logits, target().to(DEVICE), function="sigsoftmax", **TRITON)
-    (by_logits,) = torch.autograd.grad(loss, [logits], create_graph=True)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_of_logits(reduction: str) -> None:
+    logits, y = leaves(N, V), target().to(DEVICE)
+    options: dict[str, Any] = {"function": "sigsoftmax", "reduction": reduction}
+    found = []
+    for backend in ("triton", "reference"):
+        loss = sigsoftmax.cross_entropy(logits, y, backend=backend, **options)
+        assert sigsoftmax.explain().backend == backend
+        (by_logits,) = torch.autograd.grad(loss.sum(), [logits], create_graph=True)
+        found += torch.autograd.grad(by_logits.square().sum(), [logits])
+    assert torch.equal(*found)
+
+
+def test_there_is_no_second_derivative_of_a_product(fused_paths: list[LossPath]) -> None:
+    hidden, weight = leaves(N, D), leaves(V, D)
+    loss = sigsoftmax.linear_cross_entropy(hidden, weight, target().to(DEVICE), function="sigsoftmax", **TRITON)
+    (by_hidden,) = torch.autograd.grad(loss, [hidden], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(by_logits.sum(), [logits])
+        torch.autograd.grad(by_hidden.sum(), [hidden])
     assert fused_paths
 
 
