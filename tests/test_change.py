@@ -30,9 +30,11 @@ KERNELS = {
     "backends/triton/kernels/token_losses.py",
 }
 """the transcription of the arithmetic, and the kernels that hand its numbers on to it"""
+STATISTICS = {"losses/token_statistics.py", "losses/statistics_op.py"}
+"""public functions of token statistics, and the schema of their op: they share some options with losses"""
 MIXED_PROBABILITY = {
     "backends/chunked/loop.py",
-    "backends/chunked/log_probs.py",
+    "backends/chunked/every_class.py",
     "backends/chunked/mixture.py",
     "contract/normalizing.py",
     "losses/log_probs_op.py",
@@ -42,17 +44,20 @@ MIXED_PROBABILITY = {
 KNOWN: dict[str, set[str]] = {
     "z_loss": PUBLIC | ARITHMETIC | LAUNCHES | KERNELS,
     "label_smoothing": PUBLIC | ARITHMETIC | {"backends/triton/fused_loss.py"} | KERNELS,
-    "floor": PUBLIC | ARITHMETIC | LAUNCHES | KERNELS | MIXED_PROBABILITY,
+    "floor": PUBLIC | STATISTICS | ARITHMETIC | LAUNCHES | KERNELS | MIXED_PROBABILITY | {"contract/statistics.py"},
     "ignore_index": PUBLIC
+    | STATISTICS
     | ARITHMETIC
     | LAUNCHES
     | KERNELS
-    | {"losses/validation.py", "contract/value_checks.py", "backends/chunked/loss.py"},
+    | {"losses/validation.py", "contract/value_checks.py", "backends/chunked/loss.py"}
+    | {"contract/statistics.py", "backends/chunked/statistics.py"},
     "reduction": PUBLIC | ARITHMETIC | LAUNCHES | {"backends/chunked/loss.py"},
     "weight_gradient": PUBLIC
     | LAUNCHES
     | {"backends/chunked/path.py", "backends/chunked/logits.py", "backends/chunked/vocabulary_blocks.py"},
     "chunk_bytes": PUBLIC
+    | STATISTICS
     | LAUNCHES
     | {
         "contract/problem.py",
@@ -90,6 +95,8 @@ LONGER = {
     "distributed/losses.py": {"linear_cross_entropy", "mixture_cross_entropy"},
     "losses/op.py": {"_fake_op"},
     "losses/log_probs_op.py": {"_fake_op"},
+    "losses/statistics_op.py": {"_fake_op"},
+    "losses/token_statistics.py": {"mixture_token_statistics"},
 }
 """public signatures, and the schemas of ops"""
 

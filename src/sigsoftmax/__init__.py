@@ -16,6 +16,7 @@ from sigsoftmax.losses.functional import (
     sigsoftmax,
 )
 from sigsoftmax.losses.lowering import explain
+from sigsoftmax.losses.token_statistics import linear_token_statistics, mixture_token_statistics
 
 _moved.install()
 
@@ -28,10 +29,12 @@ __all__ = [
     "cross_entropy",
     "explain",
     "linear_cross_entropy",
+    "linear_token_statistics",
     "log_probs",
     "log_sigsoftmax",
     "mixture_cross_entropy",
     "mixture_log_probs",
+    "mixture_token_statistics",
     "probs",
     "register_function",
     "sigsoftmax",

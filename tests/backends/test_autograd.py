@@ -31,10 +31,11 @@ import sigsoftmax
 from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
 from sigsoftmax.backends.chunked.loss import ChunkedLoss
 from sigsoftmax.contract.operands import Operands, Wanted
-from sigsoftmax.contract.spec import log_probs_spec, loss_spec, member_of
+from sigsoftmax.contract.spec import log_probs_spec, loss_spec, member_of, statistics_spec
 from sigsoftmax.losses import packing
 from sigsoftmax.losses.log_probs_op import _op as LOG_PROBS_OP
 from sigsoftmax.losses.op import _loss_op as LOSS_OP
+from sigsoftmax.losses.statistics_op import _op as STATISTICS_OP
 
 N, K, V, D = 6, 2, 7, 4
 TORCHSCRIPT = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -663,6 +664,35 @@ def test_log_probs_and_its_backward_keep_the_contract_of_an_op(kind: str, dtype:
     packed = LOG_PROBS_OP.pack(spec, detached, signature, "blocked", torch.randn(N, V).to(dtype))
     results = torch.library.opcheck(torch.ops.sigsoftmax.log_probs.default, packed)
     assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_target", [False, True])
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_token_statistics_and_their_backward_keep_the_contract_of_an_op(
+    is_mixture: bool, has_target: bool, dtype: torch.dtype
+) -> None:
+    member, arguments = member_of(sigsoftmax.OutputFunction("gss", k=2.0, c=torch.randn(V, requires_grad=True)))
+    prior = member_of("softmax")[0] if is_mixture else None
+    spec = statistics_spec(member=member, prior=prior, entropy=True, topk=2, temperature=0.8, chunk_bytes=100)
+    operands = Operands(
+        leaf(N, K, D, dtype=dtype) if is_mixture else leaf(N, D, dtype=dtype),
+        leaf(V, D, dtype=dtype),
+        leaf(V, dtype=dtype),
+        leaf(N, K, dtype=torch.float32) if is_mixture else None,
+        TARGET if has_target else None,
+        arguments=arguments,
+    )
+    wanted = Wanted.of([t is not None for t in operands.differentiable], len(arguments))
+    signature = packing.TracedSignature(operands, wanted, None)
+    packed = STATISTICS_OP.pack(spec, operands, signature, "blocked")
+    assert STATISTICS_OP.unpack(packed)[0] == STATISTICS_OP.unpack(packed)[0]
+    op = torch.ops.sigsoftmax.token_statistics.default
+    assert set(torch.library.opcheck(op, packed).values()) == {"SUCCESS"}
+    detached = Operands.from_flat([None if t is None else t.detach() for t in operands.flat], len(arguments))
+    columns = has_target + 1 + (K if is_mixture else 1) + 2
+    packed = STATISTICS_OP.pack(spec, detached, signature, "blocked", torch.randn(N, columns))
+    assert set(torch.library.opcheck(op, packed).values()) == {"SUCCESS"}
 
 
 # Autocast and mixed dtypes

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.contract.normalizing import gradient_dtype, log_probs, logsumexp_of_masks, mixture_log_probs, rows
+from sigsoftmax.contract.normalizing import Rows, gradient_dtype, log_probs, logsumexp_of_masks, mixture_log_probs, rows
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Problem
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
+from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
+from sigsoftmax.contract.statistics import StatisticsArithmetic
 from sigsoftmax.contract.tokens import floored, scaled, token_scales, z_losses
 
 
@@ -46,15 +47,9 @@ def token_losses(
     """
     label_smoothing = spec.label_smoothing
     if not target.is_floating_point():
-        # Autograd would pass 0 * NaN on from an ignored row that has no distribution.
-        broken = ~logits_NKV.detach().amax(-1, keepdim=True).isfinite() & (target == spec.ignore_index)[:, None, None]
-        logits_NKV = torch.where(broken, torch.zeros_like(logits_NKV), logits_NKV)
+        logits_NKV = _without_broken(logits_NKV, target == spec.ignore_index)
     parts = rows(logits_NKV, spec.member.form, arguments)
-    if log_prior_NK is None:
-        log_p = parts.log_probs.squeeze(1)
-    else:
-        joint = log_prior_NK.unsqueeze(-1) + parts.log_probs
-        log_p = floored(logsumexp_of_masks(joint), spec.floor)
+    log_p = _mixed(parts, log_prior_NK, spec.floor)
     num_classes = log_p.shape[-1]
     weight = torch.ones_like(log_p[:0].sum(0)) if class_weight_V is None else class_weight_V.to(log_p)
 
@@ -124,8 +119,33 @@ def log_probs_of(problem: Problem[LogProbsSpec], operands: Operands) -> Tensor:
     return log_p.to(problem.product_dtype).view(*problem.leading, problem.num_classes)
 
 
+def statistics_of(problem: Problem[StatisticsSpec], operands: Operands) -> tuple[Tensor, Tensor]:
+    """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes, (N, T)."""
+    spec, target_N = problem.spec, None
+    logits_NKV, arguments, log_prior_NK = _logits_and_prior(problem, operands)
+    if operands.target is not None:
+        target_N = problem.target(operands)
+        logits_NKV = _without_broken(logits_NKV, target_N == spec.ignore_index)
+    parts = rows(logits_NKV, spec.member.form, arguments)
+    arithmetic = StatisticsArithmetic(spec, problem.components, has_target=target_N is not None)
+    return arithmetic.of_block(_mixed(parts, log_prior_NK, spec.floor), parts.log_normalizer, target_N)
+
+
+def _without_broken(logits_NKV: Tensor, ignored_N: Tensor) -> Tensor:
+    """Logits, 0 in ignored rows that have no distribution: autograd would pass 0 * NaN on from them."""
+    broken = ~logits_NKV.detach().amax(-1, keepdim=True).isfinite() & ignored_N[:, None, None]
+    return torch.where(broken, torch.zeros_like(logits_NKV), logits_NKV)
+
+
+def _mixed(parts: Rows, log_prior_NK: Tensor | None, floor: float) -> Tensor:
+    """The log-probability of every class, (N, V)."""
+    if log_prior_NK is None:
+        return parts.log_probs.squeeze(1)
+    return floored(logsumexp_of_masks(log_prior_NK.unsqueeze(-1) + parts.log_probs), floor)
+
+
 def _logits_and_prior(
-    problem: Problem[LossSpec] | Problem[LogProbsSpec], operands: Operands
+    problem: Problem[LossSpec] | Problem[LogProbsSpec] | Problem[StatisticsSpec], operands: Operands
 ) -> tuple[Tensor, list[Tensor], Tensor | None]:
     """(N, K, V) logits, the arguments of the form, and the log-prior (N, K)."""
     member, prior = problem.spec.member, problem.spec.prior

@@ -16,10 +16,10 @@ from torch import Tensor
 from sigsoftmax.contract.operands import Operands, Wanted
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.signature import Signature
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
+from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
 
 MIB = 2**20
-Spec = TypeVar("Spec", LossSpec, LogProbsSpec)
+Spec = TypeVar("Spec", LossSpec, LogProbsSpec, StatisticsSpec)
 
 
 def default_chunk_bytes(chunk_bytes: int | None, device: torch.device, mixture_classes: int | None = None) -> int:
@@ -158,6 +158,20 @@ class LogProbsPath(Protocol):
         ...
 
     def gradients(self, operands: Operands, by_log_p_NV: Tensor) -> Sequence[Tensor | None]:
+        """Gradients in the order of ``Operands.differentiable``; None where it is not wanted."""
+        ...
+
+
+class StatisticsPath(Protocol):
+    """One way to compute statistics of tokens. It holds no tensors."""
+
+    description: str
+
+    def compute(self, operands: Operands) -> tuple[Tensor, Tensor]:
+        """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes, (N, T)."""
+        ...
+
+    def gradients(self, operands: Operands, by_statistics_NC: Tensor) -> Sequence[Tensor | None]:
         """Gradients in the order of ``Operands.differentiable``; None where it is not wanted."""
         ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -112,11 +112,36 @@ class CallSpec:
 class LogProbsSpec(CallSpec):
     """Log-probabilities of every class (:func:`log_probs_spec`)."""
 
+    operation: ClassVar[str] = "log-probabilities"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StatisticsSpec(CallSpec):
+    """Statistics of each token's distribution (:func:`statistics_spec`)."""
+
+    operation: ClassVar[str] = "token statistics"
+    ignore_index: int = -100
+    temperature: float = 1.0
+    entropy: bool = False
+    topk: int = 0
+
+    def __post_init__(self) -> None:
+        check_index("ignore_index", self.ignore_index)
+        check_index("topk", self.topk)
+        if self.topk < 0:
+            raise ValueError(f"topk must be a number of classes, or 0 for none, got {self.topk}")
+        if not isinstance(self.entropy, bool):
+            raise ValueError(f"entropy must be True or False, got {self.entropy!r}")
+        if not 0.0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a finite number greater than 0, got {self.temperature}")
+        super().__post_init__()
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossSpec(CallSpec):
     """A loss (:func:`loss_spec`)."""
 
+    operation: ClassVar[str] = "loss"
     reduction: Reduction = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -169,6 +194,13 @@ def log_probs_spec(**options: Any) -> LogProbsSpec:
     return _interned(LogProbsSpec, options)
 
 
+def statistics_spec(**options: Any) -> StatisticsSpec:
+    """The token statistics with these fields. Two that ask for the same thing are the same object."""
+    if "temperature" in options:
+        options["temperature"] = number("temperature", options["temperature"])
+    return _interned(StatisticsSpec, options)
+
+
 def _interned(kind: Callable[..., Spec], options: dict[str, Any]) -> Spec:
     if "floor" in options:
         options["floor"] = number("floor", options["floor"])
@@ -187,7 +219,7 @@ def _made_once(kind: Callable[..., Spec], **options: Any) -> Spec:
 
 
 _DEFAULTS: dict[Callable[..., CallSpec], dict[str, Any]] = {
-    kind: {field.name: field.default for field in fields(kind)} for kind in (LossSpec, LogProbsSpec)
+    kind: {field.name: field.default for field in fields(kind)} for kind in (LossSpec, LogProbsSpec, StatisticsSpec)
 }
 """Options in one order, so that calls which name more of them or in another order find the same specification."""
 

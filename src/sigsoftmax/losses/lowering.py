@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ from sigsoftmax.backends import reference
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Decision, Problem, Refusal
 from sigsoftmax.contract.signature import BACKEND_VARIABLE, Signature, TensorSignature
-from sigsoftmax.contract.spec import CallSpec, LogProbsSpec, LossSpec
-from sigsoftmax.losses.validation import log_probs_problem, loss_problem
+from sigsoftmax.contract.spec import CallSpec, LogProbsSpec, LossSpec, StatisticsSpec
+from sigsoftmax.losses.validation import log_probs_problem, loss_problem, statistics_problem
 
 REFERENCE = "reference"
 BACKENDS = {"triton": "sigsoftmax.backends.triton.lowering", "blocked": "sigsoftmax.backends.blocked.lowering"}
@@ -27,8 +28,15 @@ MOST_LOWERED = 1024
 NEEDS_AUTOGRAD = "probability targets and class weights that require a gradient need plain autograd"
 PLAIN_AUTOGRAD = "plain torch with the logits of all tokens at once"
 
-plain_loss, plain_log_probs = reference.loss, reference.log_probs_of
-"""Losses and log-probabilities by plain autograd."""
+OPERATIONS: dict[type[CallSpec], tuple[Callable[..., Problem[Any]], str]] = {
+    LossSpec: (loss_problem, "lower_loss"),
+    LogProbsSpec: (log_probs_problem, "lower_log_probs"),
+    StatisticsSpec: (statistics_problem, "lower_statistics"),
+}
+"""For each kind of specification its validation, and the function of a backend's lowering that serves it."""
+
+plain_loss, plain_log_probs, plain_statistics = reference.loss, reference.log_probs_of, reference.statistics_of
+"""Losses, log-probabilities and statistics of tokens by plain autograd."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +46,7 @@ class Lowered:
     problem: Problem[Any]
     decision: Decision
     path: Any
-    """a ``LossPath`` or ``LogProbsPath``; None for plain autograd"""
+    """a ``LossPath``, ``LogProbsPath`` or ``StatisticsPath``; None for plain autograd"""
 
 
 _lowered: dict[tuple[CallSpec, Signature], Lowered] = {}
@@ -82,12 +90,8 @@ def plain_result(lowered: Lowered, operands: Operands) -> Tensor:
 
 
 def _decide(spec: CallSpec, signature: Signature) -> Lowered:
-    problem: Problem[Any]
-    if isinstance(spec, LossSpec):
-        problem, operation = loss_problem(spec, signature), "lower_loss"
-    else:
-        assert isinstance(spec, LogProbsSpec)
-        problem, operation = log_probs_problem(spec, signature), "lower_log_probs"
+    validated, operation = OPERATIONS[type(spec)]
+    problem = validated(spec, signature)
     chosen, chosen_by = chosen_backend(spec.backend, signature.backend_variable)
     reason = why_only_reference(signature)
     if chosen == REFERENCE:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Problem, dtypes_of
 from sigsoftmax.contract.signature import TensorSignature, is_dtensor
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, MemberSpec, check_index
+from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, MemberSpec, StatisticsSpec, check_index
 from sigsoftmax.family.parameters import check_number_of_values
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -53,6 +53,21 @@ def loss_problem(spec: LossSpec, signature: Any) -> Problem[LossSpec]:
 def log_probs_problem(spec: LogProbsSpec, signature: Any) -> Problem[LogProbsSpec]:
     """Log-probabilities whose operands fit each other, as :func:`loss_problem`."""
     return _problem(spec, signature, signature.operands)
+
+
+def statistics_problem(spec: StatisticsSpec, signature: Any) -> Problem[StatisticsSpec]:
+    """Statistics of tokens whose operands fit each other, as :func:`loss_problem`."""
+    target = signature.operands.target
+    problem = _problem(spec, signature, signature.operands)
+    if target is not None:
+        check_tensor("target", target)
+        _check_indices(target, problem.leading, "class indices (int64)")
+        _check_device(problem.device, target=target)
+    if spec.topk > problem.num_classes:
+        raise ValueError(
+            f"topk must be at most the number of classes, {problem.num_classes}, got {spec.topk}; pass a smaller one"
+        )
+    return problem
 
 
 def _problem(spec: Any, signature: Any, operands: Operands) -> Problem[Any]:
@@ -107,11 +122,16 @@ def _check_target(spec: LossSpec, target: Any, problem: Problem[LossSpec]) -> No
         if spec.ignore_index >= 0:
             raise ValueError("ignore_index goes with class indices, not with probability targets")
         return
-    if target.dtype == torch.bool or target.is_complex():
-        raise ValueError(f"target must hold class indices (int64) or probabilities (floating), got {target.dtype}")
-    if target.shape != problem.leading:
+    _check_indices(target, problem.leading, "class indices (int64) or probabilities (floating)")
+
+
+def _check_indices(target: Any, leading: torch.Size, wanted: str) -> None:
+    """Check that there is a class index per token; ``wanted`` says what else might have been passed."""
+    if target.dtype == torch.bool or target.is_complex() or target.is_floating_point():
+        raise ValueError(f"target must hold {wanted}, got {target.dtype}")
+    if target.shape != leading:
         raise ValueError(
-            f"target must hold one class index per token, shape {tuple(problem.leading)}, got {tuple(target.shape)}"
+            f"target must hold one class index per token, shape {tuple(leading)}, got {tuple(target.shape)}"
         )
 
 

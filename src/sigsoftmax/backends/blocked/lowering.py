@@ -5,8 +5,9 @@ from __future__ import annotations
 from sigsoftmax.backends import blocked
 from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
 from sigsoftmax.backends.chunked.loss import ChunkedLoss
-from sigsoftmax.contract.problem import LogProbsPath, LossPath, Problem, Refusal
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
+from sigsoftmax.backends.chunked.statistics import ChunkedStatistics
+from sigsoftmax.contract.problem import LogProbsPath, LossPath, Problem, Refusal, StatisticsPath
+from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
 
 
 def lower_loss(problem: Problem[LossSpec]) -> LossPath | Refusal:
@@ -15,3 +16,7 @@ def lower_loss(problem: Problem[LossSpec]) -> LossPath | Refusal:
 
 def lower_log_probs(problem: Problem[LogProbsSpec]) -> LogProbsPath | Refusal:
     return ChunkedLogProbs(problem)
+
+
+def lower_statistics(problem: Problem[StatisticsSpec]) -> StatisticsPath | Refusal:
+    return ChunkedStatistics(problem)

@@ -22,9 +22,9 @@ from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Problem
 from sigsoftmax.contract.rows import MASK, compute_dtype
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
+from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
 
-AnyProblem = Problem[LossSpec] | Problem[LogProbsSpec]
+AnyProblem = Problem[LossSpec] | Problem[LogProbsSpec] | Problem[StatisticsSpec]
 
 FEWEST_CHUNKS_OF_A_COPY = 3
 FEWEST_ROWS_PER_FEATURE = 6

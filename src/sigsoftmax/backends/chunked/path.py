@@ -17,9 +17,9 @@ from sigsoftmax.backends.chunked.form_rows import FormRows
 from sigsoftmax.backends.chunked.logits import AnyProblem, GivenLogits, LinearLogits, LogitsProvider, plan_chunks
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import MIB, Problem
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, MemberSpec
+from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, MemberSpec, StatisticsSpec
 
-Spec = TypeVar("Spec", LossSpec, LogProbsSpec)
+Spec = TypeVar("Spec", LossSpec, LogProbsSpec, StatisticsSpec)
 
 
 class Prior:
@@ -111,7 +111,7 @@ def _gradients_of_tensors(member: MemberSpec | None, by_arguments: Sequence[Tens
 
 def describe_logits(problem: AnyProblem) -> str:
     """The origin of the logits of a call, the size of their chunks, and the way to sum the gradient of a weight."""
-    operation = "loss" if isinstance(problem.spec, LossSpec) else "log-probabilities"
+    operation = problem.spec.operation
     if not problem.has_weight:
         return f"{operation} of given logits"
     kind = "linear" if problem.spec.prior is None else f"mixture ({problem.components} components)"

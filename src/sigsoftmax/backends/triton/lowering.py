@@ -11,9 +11,11 @@ import os
 import torch
 
 from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
+from sigsoftmax.backends.chunked.logits import AnyProblem
+from sigsoftmax.backends.chunked.statistics import ChunkedStatistics
 from sigsoftmax.contract.devices import has_triton
-from sigsoftmax.contract.problem import LogProbsPath, LossPath, Problem, Refusal
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
+from sigsoftmax.contract.problem import LogProbsPath, LossPath, Problem, Refusal, StatisticsPath
+from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
 
 
 def lower_loss(problem: Problem[LossSpec]) -> LossPath | Refusal:
@@ -36,7 +38,11 @@ def lower_log_probs(problem: Problem[LogProbsSpec]) -> LogProbsPath | Refusal:
     return _refusal(problem) or ChunkedLogProbs(problem)
 
 
-def _refusal(problem: Problem[LossSpec] | Problem[LogProbsSpec]) -> Refusal | None:
+def lower_statistics(problem: Problem[StatisticsSpec]) -> StatisticsPath | Refusal:
+    return _refusal(problem) or ChunkedStatistics(problem)
+
+
+def _refusal(problem: AnyProblem) -> Refusal | None:
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if problem.device.type != "cuda" and not is_interpreted:
         return Refusal(f"the tensors are on {problem.device.type}, not on a CUDA device")

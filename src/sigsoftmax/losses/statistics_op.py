@@ -1,0 +1,148 @@
+"""Statistics of tokens as one differentiable operation, lowered and run as losses are (``op``).
+
+All statistics are columns of one result, so that they have one incoming gradient; logits are computed again for it.
+"""
+
+# No postponed annotations here: torch.library reads the schema from them.
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from sigsoftmax import torch_internals
+from sigsoftmax.contract import value_checks
+from sigsoftmax.contract.operands import Operands
+from sigsoftmax.contract.problem import Problem, dtypes_of
+from sigsoftmax.contract.rows import compute_dtype
+from sigsoftmax.contract.signature import signature_inside_op, signature_of
+from sigsoftmax.contract.spec import StatisticsSpec, statistics_spec
+from sigsoftmax.contract.statistics import StatisticsArithmetic, TokenStatistics
+from sigsoftmax.losses.gradients import Gradients, RecomputingFunction, is_traced
+from sigsoftmax.losses.lowering import REFERENCE, Lowered, lower, plain_statistics
+from sigsoftmax.losses.packing import PackedOp, fake_gradients, packed_gradients, traced_signature
+from sigsoftmax.losses.validation import statistics_problem
+
+
+def statistics(spec: StatisticsSpec, operands: Operands) -> TokenStatistics:
+    """The statistics of tokens that a specification asks for, in the leading dimensions."""
+    if torch.compiler.is_compiling():
+        signature, backend = traced_signature(spec, operands)
+        problem = statistics_problem(spec, signature)
+        if backend == REFERENCE:
+            results = plain_statistics(problem, operands)
+        else:
+            results = _op.op(*_op.pack(spec, operands, signature, backend))[:2]
+        return _named(problem, *results)
+    lowered = lower(spec, signature_of(operands))
+    problem = lowered.problem
+    if lowered.path is None:
+        if operands.target is not None and not torch_internals.is_wrapped(operands.target):
+            value_checks.check_target(problem.target(operands), problem.num_classes, spec.ignore_index)
+        results = plain_statistics(problem, operands)
+    elif problem.wanted.any:
+        results = torch_internals.apply_eagerly(
+            RecomputingFunction, _compute, _gradients, lowered, len(operands.arguments), None, *operands.flat
+        )
+    else:
+        results = _compute(lowered, operands)
+    return _named(problem, *results)
+
+
+def _compute(lowered: Lowered, operands: Operands) -> tuple[Tensor, Tensor]:
+    results: tuple[Tensor, Tensor] = lowered.path.compute(operands)
+    return results
+
+
+def _gradients(lowered: Lowered, operands: Operands, by_statistics_NC: Tensor) -> Gradients:
+    if is_traced(by_statistics_NC):
+        return _op.gradients(lowered.problem, operands, by_statistics_NC)
+    gradients: Gradients = lowered.path.gradients(operands, by_statistics_NC)
+    return gradients
+
+
+def _named(problem: Problem[StatisticsSpec], values_NC: Tensor, indices_NT: Tensor) -> TokenStatistics:
+    """Columns by their names and in the leading dimensions."""
+    spec, leading = problem.spec, problem.leading
+    has_target = problem.signature.operands.target is not None
+    widths = StatisticsArithmetic(spec, problem.components, has_target=has_target).widths
+    at_target_N1, entropy_N1, normalizer_NK, largest_NT = values_NC.split(widths, -1)
+    return TokenStatistics(
+        at_target_N1.reshape(leading) if has_target else None,
+        entropy_N1.reshape(leading) if spec.entropy else None,
+        normalizer_NK.reshape(leading if spec.prior is None else (*leading, problem.components)),
+        largest_NT.reshape(*leading, spec.topk) if spec.topk else None,
+        indices_NT.view(*leading, spec.topk) if spec.topk else None,
+    )
+
+
+# The op
+
+
+def _compute_op(input: Tensor, *packed: Any) -> tuple[Tensor, ...]:
+    """Statistics and gradients without elements, or statistics without elements and their gradients."""
+    spec, operands, wanted, autocast, by_statistics_NC = _op.unpack((input, *packed))
+    lowered = lower(spec, signature_inside_op(operands, wanted, autocast))
+    gradients: Gradients = [None] * len(wanted.flat)
+    if by_statistics_NC is None:
+        values_NC, indices_NT = lowered.path.compute(operands)
+    else:
+        values_NC = input.new_empty(0, lowered.path.arithmetic.columns, dtype=lowered.problem.compute_dtype)
+        indices_NT = input.new_empty(0, spec.topk, dtype=torch.int64)
+        gradients = lowered.path.gradients(operands, by_statistics_NC)
+    numbers = input.new_empty(0, dtype=torch.float64)
+    return values_NC, indices_NT, *packed_gradients(gradients, operands, numbers)
+
+
+def _fake_op(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    prior_logits: Optional[Tensor],
+    target: Optional[Tensor],
+    arguments: Sequence[Tensor],
+    prior_arguments: Sequence[Tensor],
+    by_output: Optional[Tensor],
+    form: str,
+    values: Sequence[float],
+    kinds: Sequence[int],
+    prior_form: Optional[str],
+    prior_values: Sequence[float],
+    prior_kinds: Sequence[int],
+    ignore_index: int,
+    temperature: float,
+    entropy: bool,
+    topk: int,
+    floor: float,
+    chunk_bytes: Optional[int],
+    backend: Optional[str],
+    autocast: Optional[torch.dtype],
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    is_mixture = prior_form is not None
+    leading = input.shape[:-2] if is_mixture else input.shape[:-1]
+    components = input.shape[-2] if is_mixture else 1
+    tokens = leading.numel() if by_output is None else 0
+    columns = int(target is not None) + int(entropy) + components + topk
+    product_dtype, _ = dtypes_of(input.dtype, autocast, has_weight=True, is_loss=False)
+    operands = Operands(input, weight, bias, prior_logits, target, None, None, arguments, prior_arguments)
+    needed = [by_output is not None and flag for flag in wanted]
+    return (  # type: ignore[return-value]
+        input.new_empty(tokens, columns, dtype=compute_dtype(product_dtype)),
+        input.new_empty(tokens, topk, dtype=torch.int64),
+        *fake_gradients(operands, needed, input.new_empty(0, dtype=torch.float64)),
+    )
+
+
+_op = PackedOp("sigsoftmax::token_statistics", statistics_spec, _compute_op, _fake_op)
+
+
+def _op_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*_op.keep_options(ctx, inputs).flat)
+
+
+def _op_backward(ctx: Any, by_statistics_NC: Tensor, *_: Any) -> tuple[Any, ...]:
+    return _op.recomputed(ctx, by_statistics_NC)
+
+
+_op.op.register_autograd(_op_backward, setup_context=_op_context)
