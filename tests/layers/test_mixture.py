@@ -285,7 +285,7 @@ class TestTheLayer:
 
     def test_what_print_shows(self) -> None:
         text = MixtureOutputLayer(H, D, V, K, "gss(k=0.2)").extra_repr()
-        assert text == "components=4, num_classes=11, function='gss(k=0.2)'"
+        assert text == "components=4, num_classes=11, latent='tanh', function='gss(k=0.2)'"
 
 
 class TestSampling:

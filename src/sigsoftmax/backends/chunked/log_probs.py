@@ -28,7 +28,8 @@ class ChunkedLogProbs(ChunkedPath[LogProbsSpec]):
     def compute(self, operands: Operands) -> Tensor:
         provider, prior = self.provider(operands, wants_gradient=False), self.prior(operands)
         routines = self._routines(operands, provider, needs_arguments=False)
-        out_NV = provider.logits_like.new_empty(provider.num_tokens, provider.num_classes)
+        shape = (provider.num_tokens, provider.num_classes)
+        out_NV = provider.logits_like.new_empty(shape, dtype=self.problem.dtype)
         for blocks in provider.blocks(routines.max_rows):
             for tokens, _, logits_RV in blocks:
                 if prior is None:
