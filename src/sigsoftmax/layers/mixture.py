@@ -37,6 +37,9 @@ class MixtureOutputLayer(OutputModule):
     ties the output matrix to another one.
     """
 
+    latent_kind: str = "tanh"
+    """How latent vectors are made; a layer that was pickled without this attribute has those of the default."""
+
     def __init__(
         self,
         in_features: int,
