@@ -16,6 +16,34 @@ def test_written_and_read(text):
     assert hash(Head.parse(text)) == hash(head)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mos(K=4, latent=tanh)",
+        "moss(K=2, latent=residual, prior=softmax)",
+        "mixture(gss(k=0), K=4, prior=gss(k=2.0, c=1.0))",
+    ],
+)
+def test_options_of_a_mixture_are_read_where_they_are_allowed(text):
+    head = Head.parse(text, allow_options=True)
+    assert Head.parse(str(head), allow_options=True) == head
+    assert (head.latent, head.prior) != (None, None)
+    for given in (text, head):
+        with pytest.raises(ValueError, match=r"latent and prior cannot be chosen here; write '.*K=\d\)' instead of"):
+            Head.parse(given)
+
+
+def test_parts_of_a_head_are_checked():
+    member = Head.parse("softmax").function
+    assert Head.parse(member) == Head.parse("softmax")
+    with pytest.raises(ValueError, match=r"must be a whole number, got 2.5"):
+        Head(member, 2.5)
+    with pytest.raises(ValueError, match="latent must be one of 'tanh', 'linear', 'residual', got 'cubic'"):
+        Head(member, 2, "cubic")
+    with pytest.raises(ValueError, match="one component has neither latent nor prior"):
+        Head(member, 1, "tanh")
+
+
 def test_a_mixture_of_softmaxes_is_mos():
     assert Head.parse("mixture(softmax, K=2)") == Head.parse("mos(K=2)") != Head.parse("moss(K=2)")
 

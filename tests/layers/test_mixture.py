@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import sigsoftmax
 from sigsoftmax import Learned, MixtureOutputLayer, OutputFunction
+from sigsoftmax.family.heads import Latent
 
 H, D, V, K = 6, 5, 11, 4
 assert_close = torch.testing.assert_close
@@ -285,7 +286,60 @@ class TestTheLayer:
 
     def test_what_print_shows(self) -> None:
         text = MixtureOutputLayer(H, D, V, K, "gss(k=0.2)").extra_repr()
-        assert text == "components=4, num_classes=11, function='gss(k=0.2)'"
+        assert text == "components=4, num_classes=11, latent='tanh', function='gss(k=0.2)'"
+
+
+class TestLatentVectors:
+    @pytest.mark.parametrize("latent", ["tanh", "linear", "residual"])
+    def test_they_are_those_of_the_formula(self, latent: Latent) -> None:
+        layer = MixtureOutputLayer(D, D, V, K, "softmax", latent=latent).double()
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter)
+        hidden = torch.randn(3, 2, D, dtype=torch.float64)
+        rows = torch.einsum("tbh,kdh->tbkd", hidden, layer.latent.weight.view(K, D, D))
+        if latent == "residual":
+            assert layer.latent.bias is None
+            wanted = hidden[:, :, None] + rows
+        else:
+            wanted = rows + layer.latent.bias.view(K, D)
+            wanted = torch.tanh(wanted) if latent == "tanh" else wanted
+        assert_close(layer.latent_vectors(hidden), wanted)
+        log_f = torch.log_softmax(F.linear(wanted, layer.weight, layer.bias), -1)
+        log_p = torch.logsumexp(torch.log_softmax(layer.prior(hidden), -1)[..., None] + log_f, -2)
+        assert_close(layer.log_probs(hidden), log_p)
+
+    def test_residual_ones_begin_as_a_layer_without_mixture(self) -> None:
+        plain = sigsoftmax.OutputLayer(D, V, "sigsoftmax")
+        layer = MixtureOutputLayer(D, D, V, K, "sigsoftmax", weight=plain.weight, latent="residual")
+        layer.bias = plain.bias
+        hidden = torch.randn(7, D)
+        assert_close(layer.log_probs(hidden), plain.log_probs(hidden))
+
+    def test_the_default_keeps_its_names(self) -> None:
+        names = ["weight", "bias", "prior.weight", "latent.weight", "latent.bias"]
+        assert sorted(MixtureOutputLayer(H, D, V, K).state_dict()) == sorted(names)
+
+    def test_what_does_not_fit_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"latent_features must be in_features, 6; got 5: make them equal"):
+            MixtureOutputLayer(H, D, V, K, latent="residual")
+        with pytest.raises(ValueError, match="latent must be one of 'tanh', 'linear', 'residual', got 'cubic'"):
+            MixtureOutputLayer(H, D, V, K, latent="cubic")  # type: ignore[arg-type]
+
+    def test_under_autocast_log_probabilities_are_float32(self) -> None:
+        layer, hidden = MixtureOutputLayer(H, D, V, K, "softmax"), torch.randn(7, H)
+        exact = layer.log_probs(hidden)
+        for backend in ("reference", None):
+            with torch.autocast("cpu", torch.bfloat16):
+                found = sigsoftmax.mixture_log_probs(
+                    *(layer.latent_vectors(hidden), layer.prior(hidden), layer.weight),
+                    function="softmax",
+                    linear_bias=layer.bias,
+                    backend=backend,
+                )
+            assert found.dtype == torch.float32
+            assert_close(found, exact, rtol=0.02, atol=0.02)
+            assert_close(found.exp().sum(-1), torch.ones(7))
+            found.sum().backward()
 
 
 class TestSampling:

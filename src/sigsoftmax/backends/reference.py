@@ -116,7 +116,7 @@ def log_probs_of(problem: Problem[LogProbsSpec], operands: Operands) -> Tensor:
         log_p = log_probs(logits_NKV.squeeze(1), form, arguments)
     else:
         log_p = mixture_log_probs(logits_NKV, log_prior_NK, form, arguments, problem.spec.floor)
-    return log_p.to(problem.product_dtype).view(*problem.leading, problem.num_classes)
+    return log_p.to(problem.dtype).view(*problem.leading, problem.num_classes)
 
 
 def statistics_of(problem: Problem[StatisticsSpec], operands: Operands) -> tuple[Tensor, Tensor]:

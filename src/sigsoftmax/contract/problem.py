@@ -38,11 +38,11 @@ def default_chunk_bytes(chunk_bytes: int | None, device: torch.device, mixture_c
 def dtypes_of(
     input_dtype: torch.dtype, autocast: torch.dtype | None, *, has_weight: bool, is_loss: bool
 ) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype of the logits, and that of the result."""
+    """The dtype of the logits, and that of the result, which autocast leaves in float32 unless it has given logits."""
     if autocast is None or input_dtype == torch.float64:
         return input_dtype, input_dtype
     product_dtype = autocast if has_weight else input_dtype
-    return product_dtype, torch.float32 if is_loss else product_dtype
+    return product_dtype, torch.float32 if is_loss or has_weight else product_dtype
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from sigsoftmax.family import Learned, OutputFunction
-from sigsoftmax.family.notation import parse_call
+from sigsoftmax.family.notation import key_and_value, parse_call
 
 MIXTURES = {"mos": "softmax", "moss": "sigsoftmax"}
 """The mixtures that have names of their own in the literature, and their members."""
+Latent = Literal["tanh", "linear", "residual"]
+"""Ways to make the latent vector of a component of a hidden vector h: tanh(W h + b), W h + b, or h + A h."""
+
+
+def check_latent(latent: str) -> None:
+    if latent not in get_args(Latent):
+        raise ValueError(f"latent must be one of {', '.join(map(repr, get_args(Latent)))}, got {latent!r}")
 
 
 @dataclass(frozen=True)
@@ -20,36 +28,73 @@ class Head:
     """A member of the family and the number of components.
 
     ``Head.parse`` reads ``"sigsoftmax"``, ``"gss(k=0.2)"``, ``"mos(K=4)"``, ``"moss(K=4)"`` and
-    ``"mixture(gss(k=0), K=4)"``; ``str()`` writes what it reads.
+    ``"mixture(gss(k=0), K=4)"``; ``str()`` writes what it reads. ``allow_options`` is for places that make the latent
+    vectors and the prior of a mixture, and reads ``"mos(K=4, latent=tanh, prior=sigsoftmax)"`` as well.
     """
 
     function: OutputFunction
     components: int = 1
+    latent: str | None = None
+    """How latent vectors are made (:data:`Latent`); None is the default of the place where a mixture is made."""
+    prior: OutputFunction | None = None
+    """The output function of the prior; None is ``function`` if that has no parameters, else softmax."""
 
     def __post_init__(self) -> None:
-        if self.components < 1:
-            raise ValueError(f"a head needs at least one component, got {self.components}")
+        count = self.components
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise ValueError(f"the number of components must be a whole number, got {count!r}")
+        if count < 1:
+            raise ValueError(f"a head needs at least one component, got {count}")
+        if self.latent is not None:
+            check_latent(self.latent)
+        if count == 1 and (self.latent is not None or self.prior is not None):
+            raise ValueError(
+                "a head of one component has neither latent nor prior; give K=2 or more, or leave them out"
+            )
 
     @classmethod
-    def parse(cls, text: str | Head) -> Head:
+    def parse(cls, text: str | OutputFunction | Head, *, allow_options: bool = False) -> Head:
+        head = cls._read(text)
+        if not allow_options and (head.latent is not None or head.prior is not None):
+            plain = replace(head, latent=None, prior=None)
+            raise ValueError(f"latent and prior cannot be chosen here; write {str(plain)!r} instead of {str(head)!r}")
+        return head
+
+    @classmethod
+    def _read(cls, text: str | OutputFunction | Head) -> Head:
         if isinstance(text, Head):
             return text
+        if isinstance(text, OutputFunction):
+            return cls(text)
         name = text.partition("(")[0].strip()
         if name not in (*MIXTURES, "mixture"):
             return cls(OutputFunction.parse(text))
         call = parse_call(text)
-        *member, last = (call and call.items) or [""]
-        components = re.fullmatch(r"K\s*=\s*(\d+)", last)
-        if components is None or len(member) != (name == "mixture"):
-            raise ValueError(f"cannot read the mixture {text!r}; write 'mos(K=4)' or 'mixture(gss(k=0), K=4)'")
-        return cls(OutputFunction.parse(member[0] if member else MIXTURES[name]), int(components[1]))
+        items = (call and call.items) or []
+        member = items.pop(0) if name == "mixture" and items else MIXTURES.get(name)
+        options = dict(filter(None, map(key_and_value, items)))
+        is_known = len(options) == len(items) and options.keys() <= {"K", "latent", "prior"}
+        if member is None or not is_known or not re.fullmatch(r"\d+", options.get("K", "")):
+            raise ValueError(
+                f"cannot read the mixture {text!r}; write 'mos(K=4)' or 'mixture(gss(k=0), K=4)', K a whole number; "
+                "behind it may stand latent=residual and prior=softmax"
+            )
+        prior = options.get("prior")
+        return cls(
+            OutputFunction.parse(member),
+            int(options["K"]),
+            options.get("latent"),
+            None if prior is None else OutputFunction.parse(prior),
+        )
 
     def __str__(self) -> str:
         name = str(self.function)
         if self.components == 1:
             return name
         known = [short for short, member in MIXTURES.items() if member == name]
-        return f"{known[0]}(K={self.components})" if known else f"mixture({name}, K={self.components})"
+        options = {"K": self.components, "latent": self.latent, "prior": self.prior}
+        inside = ", ".join(f"{key}={value}" for key, value in options.items() if value is not None)
+        return f"{known[0]}({inside})" if known else f"mixture({name}, {inside})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Head) and str(self) == str(other)

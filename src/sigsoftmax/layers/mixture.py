@@ -9,21 +9,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.spec import Function, prior_of
 from sigsoftmax.family import OutputFunction
+from sigsoftmax.family.heads import Latent, check_latent
 from sigsoftmax.layers.output_layer import OutputModule, check_positive, log_probs_to_draw, sample_from
 from sigsoftmax.losses import functional
+
+
+def latent_vectors(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, components: int, latent: str) -> Tensor:
+    """The latent vectors (..., K, d) of hidden vectors (..., h), given a weight (K d, h) and a bias (K d)."""
+    product = F.linear(hidden, weight, bias).unflatten(-1, (components, -1))
+    if latent == "residual":
+        return hidden.unsqueeze(-2) + product
+    return torch.tanh(product) if latent == "tanh" else product
 
 
 class MixtureOutputLayer(OutputModule):
     """K output functions over one output matrix, mixed by a prior that depends on the input.
 
-    prior logits = input W_pi (no bias); latent_k = tanh(input W_h + b_h), dropped out by ``latent_dropout`` (a module
-    on (..., K d)); logits_k = latent_k W^T + bias. ``floor`` adds a constant to every probability in :meth:`loss` and
-    :meth:`log_probs`; 1e-8 is the published code's. ``weight`` (V, d) ties the output matrix to another one.
+    prior logits = input W_pi (no bias); latent_k = tanh(input W_k + b_k) with ``latent="tanh"``, input W_k + b_k with
+    ``"linear"``, and input + input A_k with ``"residual"``, where A_k begins as zero and the widths must be equal. They
+    are dropped out by ``latent_dropout`` (a module on (..., K d)); logits_k = latent_k W^T + bias. ``floor`` adds a
+    constant to every probability in :meth:`loss` and :meth:`log_probs`; 1e-8 is the published code's. ``weight`` (V, d)
+    ties the output matrix to another one.
     """
+
+    latent_kind: str = "tanh"
+    """How latent vectors are made; a layer that was pickled without this attribute has those of the default."""
 
     def __init__(
         self,
@@ -37,24 +52,36 @@ class MixtureOutputLayer(OutputModule):
         weight: Tensor | None = None,
         latent_dropout: nn.Module | None = None,
         floor: float = 0.0,
+        latent: Latent = "tanh",
     ) -> None:
         check_positive(
             in_features=in_features, latent_features=latent_features, num_classes=num_classes, components=components
         )
+        check_latent(latent)
+        is_residual = latent == "residual"
+        if is_residual and in_features != latent_features:
+            raise ValueError(
+                f"latent='residual' adds to the input, so latent_features must be in_features, {in_features}; got "
+                f"{latent_features}: make them equal, or use latent='linear'"
+            )
         super().__init__(function, num_classes)
         self.latent_features = latent_features
         self.components = components
-        self.prior_function = None if prior_function is None else _with_plain_numbers(prior_function)
+        self.prior_function = None if prior_function is None else with_plain_numbers(prior_function)
         self.prior = nn.Linear(in_features, components, bias=False)
-        self.latent = nn.Linear(in_features, components * latent_features)
+        self.latent_kind = latent
+        self.latent = nn.Linear(in_features, components * latent_features, bias=not is_residual)
+        if is_residual:
+            nn.init.zeros_(self.latent.weight)
         self.latent_dropout = nn.Identity() if latent_dropout is None else latent_dropout
         self._add_output_matrix(weight, num_classes, latent_features, bias)
         self.floor = floor
 
     def latent_vectors(self, hidden: Tensor) -> Tensor:
         """(..., K, d)"""
-        latent = self.latent_dropout(torch.tanh(self.latent(hidden)))
-        return latent.unflatten(-1, (self.components, self.latent_features))
+        weight, bias, count = self.latent.weight, self.latent.bias, self.components
+        latent = latent_vectors(hidden, weight, bias, components=count, latent=self.latent_kind)
+        return self.latent_dropout(latent.flatten(-2)).unflatten(-1, (count, self.latent_features))
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """(..., V), without the (..., K, V) of its components."""
@@ -111,10 +138,11 @@ class MixtureOutputLayer(OutputModule):
         return sample_from(log_probs_to_draw(logits, self.function), num_samples, 1.0, generator)
 
     def extra_repr(self) -> str:
-        return f"components={self.components}, num_classes={self.num_classes}, {super().extra_repr()}"
+        sizes = f"components={self.components}, num_classes={self.num_classes}"
+        return f"{sizes}, latent={self.latent_kind!r}, {super().extra_repr()}"
 
 
-def _with_plain_numbers(prior_function: Function) -> str:
+def with_plain_numbers(prior_function: Function) -> str:
     """The text of the prior's member: the layer has no place for tensors of the prior's own."""
     prior = OutputFunction.parse(prior_function)
     for key, value in prior.given.items():

@@ -72,8 +72,9 @@ def mixture_log_probs(
     """Log-probabilities of a mixture of K output functions that share one output matrix, (..., V).
 
     ``input`` is (..., K, d), one hidden vector per component, ``prior_logits`` (..., K). The mixture is exact in log
-    space; ``floor`` adds a constant to every probability, as the published MoS code does with 1e-8 (the result is then
-    not normalised). ``prior_function`` None means ``function`` if that has no parameters, else softmax.
+    space, in the dtype of ``input`` (under autocast float32); ``floor`` adds a constant to every probability, as the
+    published MoS code does with 1e-8 (the result is then not normalised). ``prior_function`` None means ``function`` if
+    that has no parameters, else softmax.
     """
     member, arguments = member_of(function)
     prior, prior_arguments = member_of(prior_of(function, prior_function))

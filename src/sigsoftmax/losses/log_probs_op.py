@@ -53,7 +53,7 @@ def _compute_op(input: Tensor, *packed: Any) -> tuple[Tensor, ...]:
     if by_log_p_NV is None:
         out_NV = lowered.path.compute(operands)
     else:
-        out_NV = input.new_empty(0, lowered.problem.num_classes, dtype=lowered.problem.product_dtype)
+        out_NV = input.new_empty(0, lowered.problem.num_classes, dtype=lowered.problem.dtype)
         gradients = lowered.path.gradients(operands, by_log_p_NV)
     return out_NV, *packed_gradients(gradients, operands, input.new_empty(0, dtype=torch.float64))
 
@@ -80,7 +80,7 @@ def _fake_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     leading = input.shape[:-1] if prior_form is None else input.shape[:-2]
     classes = input.shape[-1] if weight is None else weight.shape[0]
-    dtype, _ = dtypes_of(input.dtype, autocast, has_weight=weight is not None, is_loss=False)
+    _, dtype = dtypes_of(input.dtype, autocast, has_weight=weight is not None, is_loss=False)
     out_NV = input.new_empty(leading.numel() if by_output is None else 0, classes, dtype=dtype)
     operands = Operands(input, weight, bias, prior_logits, arguments=arguments, prior_arguments=prior_arguments)
     needed = [by_output is not None and flag for flag in wanted]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sigsoftmax.integrations.huggingface import apply_output_function
 
-FUNCTION = "gss(k=learned:0.5)"
+FUNCTION, MIXTURE = "gss(k=learned:0.5)", "mixture(gss(k=learned:0.5), K=3)"
 WAYS = {
     "ddp": lambda model: DistributedDataParallel(model),
     "fsdp": lambda model: sharded(model),
@@ -31,8 +31,8 @@ def sharded(model, *, apart=False):
     return fully_shard(model)
 
 
-def model_of(name):
-    return apply_output_function(tiny(name), FUNCTION).train()
+def model_of(name, function):
+    return apply_output_function(tiny(name), function).train()
 
 
 def gradients(model):
@@ -43,11 +43,11 @@ def gradients(model):
     return found
 
 
-def process(rank, folder, way, name):
+def process(rank, folder, way, name, function):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     # In a function of its own: DDP waits forever if it is freed after its process group.
-    found = gradients_of_part(rank, way, name)
+    found = gradients_of_part(rank, way, name, function)
     if rank == 0:
         torch.save(found, f"{folder}/gradients.pt")
     dist.barrier()
@@ -56,9 +56,9 @@ def process(rank, folder, way, name):
     os._exit(0)
 
 
-def gradients_of_part(rank, way, name):
+def gradients_of_part(rank, way, name, function):
     ids = tokens(4, 7)[2 * rank : 2 * rank + 2]
-    model = WAYS[way](model_of(name))
+    model = WAYS[way](model_of(name, function))
     output = model(input_ids=ids, labels=ids)
     assert "logits" not in output
     output.loss.backward()
@@ -67,12 +67,19 @@ def gradients_of_part(rank, way, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "name"),
-    [("ddp", "llama tied"), ("fsdp", "llama tied"), ("fsdp", "llama"), ("fsdp, output layer apart", "llama")],
+    ("way", "name", "function"),
+    [
+        ("ddp", "llama tied", FUNCTION),
+        ("fsdp", "llama tied", FUNCTION),
+        ("fsdp", "llama", FUNCTION),
+        ("fsdp, output layer apart", "llama", FUNCTION),
+        ("ddp", "llama", MIXTURE),
+        ("fsdp, output layer apart", "llama", MIXTURE),
+    ],
 )
-def test_two_processes_get_the_gradients_of_one(tmp_path, way, name):
-    multiprocessing.spawn(process, (str(tmp_path), way, name), nprocs=2)
-    model = model_of(name)
+def test_two_processes_get_the_gradients_of_one(tmp_path, way, name, function):
+    multiprocessing.spawn(process, (str(tmp_path), way, name, function), nprocs=2)
+    model = model_of(name, function)
     ids = tokens(4, 7)
     model(input_ids=ids, labels=ids).loss.backward()
     found, wanted = torch.load(tmp_path / "gradients.pt"), gradients(model)

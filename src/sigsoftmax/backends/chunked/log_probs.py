@@ -27,7 +27,7 @@ class ChunkedLogProbs(EveryClassPath[LogProbsSpec]):
     def compute(self, operands: Operands) -> Tensor:
         problem = self.problem
         shape = (problem.num_tokens, problem.num_classes)
-        out_NV = torch.empty(shape, dtype=problem.product_dtype, device=problem.device)
+        out_NV = torch.empty(shape, dtype=problem.dtype, device=problem.device)
         for tokens, block in self.log_probs_of_blocks(operands):
             out_NV[tokens] = block.log_p_nV
         return out_NV

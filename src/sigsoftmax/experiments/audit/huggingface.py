@@ -289,6 +289,11 @@ def _found_function(
     probed = None
     if is_patched(model):
         probed = model.examined.adjustment
+        if model.output_function.takes_hidden:
+            raise ValueError(
+                f"{name} has the output function {model.output_function.described()}, and mixtures on such models are "
+                "not audited; store latent vectors H, prior logits, W and b in an .npz file and audit that"
+            )
         if member is None:
             member, reason = detached(model.output_function.of_raw_logits()), "stored with the model"
     else:

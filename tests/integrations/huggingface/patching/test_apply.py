@@ -278,6 +278,6 @@ def test_a_request_that_fails_leaves_nothing_waiting(monkeypatch):
     ids = tokens()
     with pytest.raises(IndexError):
         model(ids + V, labels=ids)
-    assert model.waiting_loss is None
-    assert model.lm_head.waiting_loss is None
+    assert model.waiting_call is None
+    assert model.lm_head.waiting_call is None
     assert model(ids).logits.shape == (*ids.shape, V)

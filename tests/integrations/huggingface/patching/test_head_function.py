@@ -109,6 +109,6 @@ def test_hidden_vectors_mean_what_their_logits_mean(function: str, adjustment: L
     torch.testing.assert_close(
         made.cross_entropy(returned_NV, targets_N, are_transformed=True), made.cross_entropy(logits_NV, targets_N)
     )
-    chunks = [phi_nV for _, phi_nV in made.linear(hidden_Nd, layer, temperature=0.7).phi_chunks(2 * 5 * 8)]
+    chunks = [phi_nV for _, phi_nV in made.linear(hidden_Nd, layer, temperature=0.7).logits_chunks(2 * 5 * 8)]
     assert [len(chunk) for chunk in chunks] == [2, 2, 2, 1]
     torch.testing.assert_close(torch.cat(chunks), returned_NV / 0.7)

@@ -83,6 +83,39 @@ def test_every_field_and_its_gradient(name, temperature, function, of):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-8, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@pytest.mark.parametrize("name", ["llama tied", "gemma2", "granite"])
+@pytest.mark.parametrize("function", ["moss(K=3)", "mixture(gss(k=learned:0.5), K=2, latent=tanh)"])
+def test_every_field_and_its_gradient_of_a_mixture(name, function):
+    model = apply_output_function(tiny(name, dtype=torch.float64), function, chunk_bytes=2000).train()
+    model.output_function.latent_weight.data.normal_(0.0, 0.2)
+    # The logits of a mixture are compared with the formula in test_mixture_head.
+    twin = copy.deepcopy(model)
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    ids, labels = example()
+    wanted = formula(twin(ids).logits, labels, 1.0)
+    output = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    for key, value in wanted.items():
+        torch.testing.assert_close(output[key], value, rtol=1e-6, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+    weights = torch.randn_like(wanted["log_probs"])
+    for key in ("loss", "log_probs", "entropy"):
+        own, got = (
+            torch.autograd.grad(
+                (weights * x[key]).sum() if x[key].ndim else x[key], list(of.parameters()), retain_graph=True
+            )
+            for x, of in ((wanted, twin), (output, model))
+        )
+        for left, right in zip(got, own, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_a_mixture_at_another_temperature_is_refused():
+    model = apply_output_function(tiny(), "mos(K=2)").train()
+    add_fused_lm_head(model, temperature=0.7)
+    ids, labels = example()
+    with pytest.raises(ValueError, match=r"at the temperature 0.7 are not computed .* set temperature=1.0"):
+        model(input_ids=ids, labels=labels, fused_lm_head=True)
+
+
 def test_the_gradient_of_an_entropy_reaches_learned_parameters():
     plain = tiny(dtype=torch.float64)
     model = apply_output_function(copy.deepcopy(plain), "gss(k=learned:0.5)", chunk_bytes=2000).train()

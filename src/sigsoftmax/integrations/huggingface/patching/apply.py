@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sigsoftmax.contract.spec import Function, WeightGradient
-from sigsoftmax.family import OutputFunction
+from sigsoftmax.family.heads import Head
 from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLossOptions, KeepLogits
 from sigsoftmax.integrations.huggingface.patching.examination import examine, output_layer, probe_logits
-from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, is_plain_softmax
+from sigsoftmax.integrations.huggingface.patching.head_function import is_plain_softmax
+from sigsoftmax.integrations.huggingface.patching.mixture_head import DEFAULT_LATENT, completed, made_head
 from sigsoftmax.integrations.huggingface.patching.output_layer_hook import warn_of_stored_logits
 from sigsoftmax.integrations.huggingface.patching.patched_model import (
     attach,
@@ -50,7 +51,7 @@ def language_model(model: Any) -> PreTrainedModel:
 
 def apply_output_function(
     model: Model,
-    function: Function | None = None,
+    function: Function | Head | None = None,
     *,
     logits_with_labels: KeepLogits = "eval",
     z_loss: float = 0.0,
@@ -64,7 +65,8 @@ def apply_output_function(
     ``function`` is a member of the family, such as ``"sigsoftmax"``, ``"gss(k=learned)"`` or ``"softmax"``, which keeps
     the probabilities and brings the loss that stores no logits. Left out, it is the one that the model's configuration
     remembers; on a model that is patched already, only the keywords change. Learned parameters live in
-    ``model.output_function``.
+    ``model.output_function``. A mixture, such as ``"mos(K=4)"`` or ``"mixture(gss(k=0.2), K=4)"``, begins with
+    the probabilities that its member has alone, so that ``mos`` begins as the model that it is put on.
 
     From then on ``.logits`` is phi of the logits: sampling, beams, scoring and losses that others compute from logits
     are right without a change. What others compute from the output layer's weight is refused, or taken over if it is
@@ -85,19 +87,25 @@ def apply_output_function(
         inner.loss_options = options
         return model
     stored = checkpoints.stored_in(inner.config) if function is None else {}
-    member = OutputFunction.parse(stored["function"] if function is None else function)
-    _warn_of_a_jump(inner, member)
-    patch(inner, member, options, frozen=tuple(stored.get("frozen", ())))
+    head = Head.parse(stored["function"] if function is None else function, allow_options=True)
+    _warn_of_a_jump(inner, head)
+    patch(inner, head, options, frozen=tuple(stored.get("frozen", ())))
     return model
 
 
 def patch(
-    model: Any, member: OutputFunction, options: CausalLossOptions | None = None, *, frozen: tuple[str, ...] = ()
+    model: Any, function: Function | Head, options: CausalLossOptions | None = None, *, frozen: tuple[str, ...] = ()
 ) -> None:
     """Patch without a warning about probabilities that change."""
-    was_patched = is_patched(model)
+    wanted, was_patched = Head.parse(function, allow_options=True), is_patched(model)
+    if was_patched and (wanted.components > 1 or model.output_function.takes_hidden):
+        raise ValueError(
+            f"this {type(model).__name__} has the output function {model.output_function.described()}, and mixtures "
+            f"are not exchanged in place: trained parameters would be lost. Call remove_output_function(model) before "
+            f"apply_output_function(model, {str(wanted)!r})"
+        )
     examined = model.examined if was_patched else examine(model)
-    function = HeadFunction(member, examined, frozen=frozen)
+    made = made_head(wanted, examined, output_layer(model).weight.shape[-1], frozen=frozen)
     head = model.fused_head if was_patched else None
     if was_patched:
         _remove(model)
@@ -105,13 +113,13 @@ def patch(
     configs = model.__dict__.pop("peft_config", None)
     own: Any = type(model)
     _change_class(model, patched_class(own))
-    attach(model, function.to(output_layer(model).weight.device), options or CausalLossOptions())
+    attach(model, made.to(output_layer(model).weight.device), options or CausalLossOptions())
     model.fused_head = head
     if configs is not None:
         model.peft_config = configs
     checkpoints.remember(model)
     checkpoints.rename(model)
-    if not _gives(model, function.transformed(before)):
+    if not _is_served(model, before):
         remove_output_function(model)
         raise ValueError(
             f"the forward pass of this {type(model).__name__} does not go through its class, so it cannot be patched: "
@@ -121,11 +129,17 @@ def patch(
         warn_of_stored_logits(model, examined.why_stored)
 
 
-def _gives(model: Any, wanted_BLV: Tensor) -> bool:
+def _is_served(model: Any, before_BLV: Tensor) -> bool:
+    """Tell whether calls come to the output function; ``before_BLV`` are the logits of the probe without it."""
+    model.has_receipt = False
     try:
-        return torch.allclose(probe_logits(model), wanted_BLV, rtol=1e-4)
+        found_BLV = probe_logits(model)
     except ValueError:
         return False  # the run was refused, since it left no receipt
+    if model.output_function.takes_hidden:
+        # The numbers of the probe stand behind the output layer, where a mixture does not look.
+        return bool(model.has_receipt)
+    return torch.allclose(found_BLV, model.output_function.transformed(before_BLV), rtol=1e-4)
 
 
 def remove_output_function(model: Model) -> Model:
@@ -169,15 +183,17 @@ def _change_class(model: Any, to: Any) -> None:
             model.__dict__[name] = types.MethodType(to.forward, model)
 
 
-def _warn_of_a_jump(model: Any, member: OutputFunction) -> None:
+def _warn_of_a_jump(model: Any, head: Head) -> None:
     """Warn that a trained model means its logits for the function that it has now."""
     name = checkpoints.own_name(model)
-    now = model.output_function.function if is_patched(model) else OutputFunction("softmax")
+    now = Head(model.output_function.function) if is_patched(model) else Head.parse("softmax")
     remembered = getattr(model.config, checkpoints.KEY, None) or {}
-    is_same = str(member) in (str(now), remembered.get("function"))
-    if name and not is_same and not (is_plain_softmax(now) and is_plain_softmax(member)):
+    head = completed(head)
+    keeps = head.latent in (None, DEFAULT_LATENT)
+    is_same = str(head) == remembered.get("function") or (keeps and str(head.function) == str(now.function))
+    if name and not is_same and not (keeps and is_plain_softmax(now.function) and is_plain_softmax(head.function)):
         warnings.warn(
-            f"{name!r} was trained with {now}: with {member} every one of its probabilities "
+            f"{name!r} was trained with {now}: with {head} every one of its probabilities "
             "changes before the first training step. To start from the probabilities it has, use retrofit(model, b), "
             "which begins with a shifted sigsoftmax that agrees with softmax to a bound you choose (shifted_start)",
             stacklevel=3,

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,9 @@ class HeadFunction(FunctionModule):
     Tensors among the parameters become parameters of the module, frozen unless they require a gradient, so that they
     are saved with the model; a scalar that callbacks move is one of these.
     """
+
+    takes_hidden = False
+    """True if logits can be computed from hidden vectors alone, and not from the product of the output layer."""
 
     def __init__(self, function: Function, examined: Examined, *, frozen: tuple[str, ...] = ()) -> None:
         member = OutputFunction.parse(function)
@@ -122,7 +125,7 @@ class HeadFunction(FunctionModule):
 
         A temperature divides phi, as it does when the model generates.
         """
-        weight_Vd, bias_V = _whole(layer.weight), _whole(layer.bias)
+        weight_Vd, bias_V = whole(layer.weight), whole(layer.bias)
         if weight_Vd.numel() == 0:
             raise ValueError(
                 "the weight of the output layer is not there when the loss needs it (DeepSpeed ZeRO-3 may do that); "
@@ -162,9 +165,7 @@ class HeadFunction(FunctionModule):
     @classmethod
     def restored(cls, stored: Mapping[str, Any]) -> HeadFunction:
         """The counterpart of :meth:`stored`."""
-        adjustment = LogitAdjustment(scale=stored["logit_scale"], cap=stored["softcap"])
-        examined = Examined(num_classes=stored["num_classes"], adjustment=adjustment, why_stored=stored["why_stored"])
-        return cls(stored["function"], examined, frozen=tuple(stored["frozen"]))
+        return cls(stored["function"], examined_in(stored), frozen=tuple(stored["frozen"]))
 
     def described(self) -> str:
         """The function with the values that it has now, as :meth:`OutputFunction.parse` reads it where it can."""
@@ -196,6 +197,12 @@ class HeadFunction(FunctionModule):
         return super()._apply(moved, recurse)
 
 
+def examined_in(stored: Mapping[str, Any]) -> Examined:
+    """The examined model in what :meth:`HeadFunction.stored` wrote."""
+    adjustment = LogitAdjustment(scale=stored["logit_scale"], cap=stored["softcap"])
+    return Examined(num_classes=stored["num_classes"], adjustment=adjustment, why_stored=stored["why_stored"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearLogits:
     """The logits of hidden vectors, which are never stored as a whole, and the function of them."""
@@ -219,22 +226,32 @@ class LinearLogits:
         parameters = (x for x in self.function.parameters.values() if isinstance(x, Tensor))
         return (self.hidden, self.weight_Vd, self.bias_V, *parameters)
 
-    def with_tensors(self, hidden: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, *values: Tensor) -> LinearLogits:
+    def with_tensors(self, hidden: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, *values: Tensor) -> Self:
         """The same of other :attr:`tensors`."""
         names = [key for key, x in self.function.parameters.items() if isinstance(x, Tensor)]
         function = self.function.with_parameters(**dict(zip(names, values, strict=True)))
         return dataclasses.replace(self, hidden=hidden, weight_Vd=weight_Vd, bias_V=bias_V, function=function)
 
-    def phi_chunks(self, chunk_bytes: int | None) -> Iterator[tuple[slice, Tensor]]:
-        """phi of the logits (n, V) of some hidden vectors (N, d) at a time."""
-        dtype, wide = self.product_dtype, compute_dtype(self.product_dtype)
-        row_bytes = self.weight_Vd.shape[0] * wide.itemsize
+    def logits(self) -> Tensor:
+        """The logits (..., V) whose softmax is the output, in float32 or better."""
+        dtype = self.product_dtype
+        bias_V = None if self.bias_V is None else self.bias_V.to(dtype)
+        logits = F.linear(self.hidden.to(dtype), self.weight_Vd.to(dtype), bias_V)
+        return self.function.phi(logits.to(compute_dtype(dtype)))
+
+    def rows(self, span: slice) -> Self:
+        """The same of some of the hidden vectors (N, d)."""
+        return dataclasses.replace(self, hidden=self.hidden[span])
+
+    def logits_chunks(self, chunk_bytes: int | None) -> Iterator[tuple[slice, Tensor]]:
+        """:meth:`logits` (n, V) of some hidden vectors (N, d) at a time."""
+        row_bytes = self.weight_Vd.shape[0] * compute_dtype(self.product_dtype).itemsize
         rows = max(1, default_chunk_bytes(chunk_bytes, self.hidden.device) // row_bytes)
-        weight_Vd, bias_V = self.weight_Vd.to(dtype), None if self.bias_V is None else self.bias_V.to(dtype)
+        # Once, rather than for each chunk.
+        cast = dataclasses.replace(self, weight_Vd=self.weight_Vd.to(self.product_dtype))
         for start in range(0, self.hidden.shape[0], rows):
             span = slice(start, start + rows)
-            logits_nV = F.linear(self.hidden[span].to(dtype), weight_Vd, bias_V)
-            yield span, self.function.phi(logits_nV.to(wide))
+            yield span, cast.rows(span).logits()
 
 
 def transformed(logits: Tensor, function: OutputFunction) -> Tensor:
@@ -253,7 +270,7 @@ def float32_result(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(kind, dtype=tensor.dtype)
 
 
-def _whole(tensor: Any) -> Any:
+def whole(tensor: Any) -> Any:
     """A sharded parameter gathered; its gradient is scattered again."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()

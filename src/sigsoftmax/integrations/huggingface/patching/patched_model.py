@@ -1,7 +1,7 @@
 """The class of a patched model: its own forward pass, with the output function at its two ends.
 
 Without labels, ``.logits`` is phi of the model's logits. With labels, the loss takes the input of the output layer and
-computes logits a chunk at a time. Everything between is the model's.
+computes logits a chunk at a time. A mixture takes that input for its logits, too. Everything between is the model's.
 
 Shapes: B sequences of L tokens, d features, V classes.
 """
@@ -26,7 +26,9 @@ from sigsoftmax.integrations.huggingface.patching.causal_loss import (
 )
 from sigsoftmax.integrations.huggingface.patching.examination import Examined, linear_layer, output_layer
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
+from sigsoftmax.integrations.huggingface.patching.mixture_head import restored_head
 from sigsoftmax.integrations.huggingface.patching.model_state import empty_instance, loss_function_set, remove_hook
+from sigsoftmax.integrations.huggingface.patching.output_layer_hook import WaitingCall
 from sigsoftmax.integrations.huggingface.patching.output_without_logits import without_logits
 from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
 from sigsoftmax.integrations.huggingface.trainers.trl_fused_head import FusedHead, FusedLoss
@@ -37,7 +39,7 @@ class PatchedModel:
 
     output_function: HeadFunction
     loss_options: CausalLossOptions
-    waiting_loss: CausalLoss | None = None
+    waiting_call: WaitingCall | None = None
     scores: list[Tensor] | None = None
     """Losses of single tokens, kept while texts are scored."""
     fused_head: FusedHead | None = None
@@ -54,7 +56,7 @@ class PatchedModel:
         """A model from a configuration that remembers its output function, as loading makes it."""
         super().__init__(config, *arguments, **options)  # type: ignore[call-arg]
         stored = checkpoints.stored_in(config)
-        attach(self, HeadFunction.restored(stored), CausalLossOptions())
+        attach(self, restored_head(stored), CausalLossOptions())
         if stored.pop(checkpoints.BEING_FILLED, False):
             checkpoints.expect_stored_shapes(cast("nn.Module", self), stored["reshaped"])
 
@@ -94,7 +96,8 @@ class PatchedModel:
     ) -> Tensor:
         """The loss that the model calls with its logits; these have no rows if it was computed in their place."""
         self.has_loss_of_function = True
-        call = self.waiting_loss or self.causal_loss(labels, **options)
+        waiting = None if self.waiting_call is None else self.waiting_call.loss
+        call = waiting or self.causal_loss(labels, **options)
         loss = call.loss
         if loss is None:
             # Whoever calls this from outside holds what the model returned.
@@ -107,6 +110,8 @@ class PatchedModel:
     def loss_of_user(self, loss: Callable[..., Tensor], logits: Tensor, *rest: Any, **options: Any) -> Tensor:
         """A loss that somebody set: its softmax is right if it sees phi, as everybody does outside."""
         self.has_loss_of_function = True
+        if self.waiting_call is not None and self.waiting_call.logits is not None:
+            return loss(self.waiting_call.logits.to(logits.dtype), *rest, **options)
         # Not in place: the model returns its logits afterwards, and they are transformed then.
         is_raw = self.is_in_forward and not self.output_function.is_plain_softmax
         return loss(self.output_function.transformed(logits) if is_raw else logits, *rest, **options)
@@ -202,17 +207,16 @@ def patched_class(own: Any) -> Any:
             labels = arguments[labels_position]
         asked = options.pop("return_dict", None)
         wants_tuple = not (getattr(self.config, "return_dict", True) if asked is None else asked)
+        wants_logits = labels is None or wants_tuple or _stores_logits(self)
         layer = None
-        if labels is not None and not wants_tuple and not _stores_logits(self):
+        if self.output_function.takes_hidden or not wants_logits:
             layer = output_layer_hook.layer_with_hook(self)
         if layer is None:
             output = _own_output(self, own, arguments, options)
             output["logits"] = self.output_function(output["logits"])
         else:
-            with output_layer_hook.waiting(self, layer, self.causal_loss(**{**options, "labels": labels})):
-                output = _own_output(self, own, arguments, options)
-            # No logits rather than none of their rows: whoever needs them should hear of it at once.
-            output = without_logits(output)
+            loss = None if labels is None else self.causal_loss(**{**options, "labels": labels})
+            output = _output_of_hidden(self, own, arguments, options, layer, loss, wants_logits=wants_logits)
         receipts.leave(self)
         return output.to_tuple() if wants_tuple else output
 
@@ -232,6 +236,33 @@ def patched_class(own: Any) -> Any:
     return receipts.metaclass_for(kind)(own.__name__, (PatchedModel, own), attributes)
 
 
+def _output_of_hidden(
+    model: Any,
+    own: Any,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    layer: nn.Linear,
+    loss: CausalLoss | None,
+    *,
+    wants_logits: bool,
+) -> Any:
+    """The output whose loss, logits or both are made of what enters the output layer."""
+    own_loss = getattr(model, "_loss_function", None) is None
+    call = WaitingCall(loss=loss if own_loss else None, head=model.output_function if wants_logits else None)
+    with output_layer_hook.waiting(model, layer, call):
+        output = _own_output(model, own, arguments, options)
+    if not wants_logits:
+        # No logits rather than none of their rows: whoever needs them should hear of it at once.
+        return without_logits(output)
+    if call.logits is None:
+        raise RuntimeError(
+            f"{receipts.described(own.forward)} gave logits without calling its output layer, so they are not those of "
+            f"{model.output_function.described()}. {receipts.remedy(own.forward)}"
+        )
+    output["logits"] = call.logits.to(output["logits"].dtype)
+    return output
+
+
 def _stores_logits(model: Any) -> bool:
     is_asked = model.loss_options.keep_logits(is_training=model.training)
     return is_asked or model.examined.why_stored is not None or getattr(model, "_loss_function", None) is not None
@@ -243,7 +274,7 @@ def _fused_output(model: Any, own: Any, arguments: tuple[Any, ...], options: dic
     loss = FusedLoss.of_call(model, labels, shift_labels, options.pop("num_items_in_batch", None))
     # Whatever the options say about logits: nobody gets any here.
     layer = output_layer_hook.layer_with_hook(model) if model.examined.why_stored is None else None
-    with output_layer_hook.waiting(model, layer, loss), loss_function_set(model, None):
+    with output_layer_hook.waiting(model, layer, WaitingCall(loss=loss)), loss_function_set(model, None):
         options = {**options, "use_cache": False, "labels": shift_labels if labels is None else labels}
         output = _own_output(model, own, arguments, options)
     if not loss.statistics:

@@ -9,6 +9,7 @@ instead of ``LORA``, and a patched model that was never saved has a name that no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -19,8 +20,10 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
-from sigsoftmax.family import Learned, OutputFunction
+from sigsoftmax.family import Learned
+from sigsoftmax.family.heads import Head
 from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.integrations.huggingface.patching.mixture_head import completed
 from sigsoftmax.integrations.huggingface.patching.model_state import empty_instance
 from sigsoftmax.integrations.huggingface.storage import checkpoints
 from sigsoftmax.records.atomic_write import atomic_write
@@ -97,10 +100,10 @@ def put_on(model: Any, path: str, config: Any) -> Any:
     return _peft(path).PeftModel.from_pretrained(model, path, config=config)
 
 
-def load_onto(model: Any, path: str, *, now: OutputFunction | None) -> Any:
+def load_onto(model: Any, path: str, *, now: Head | None) -> Any:
     """The adapter in ``path`` on a model that is patched already; ``now`` is its function, None if it has none."""
     wanted = function_in(_settings(path))
-    if now is None or (wanted is not None and _kind(now) != _kind(OutputFunction.parse(wanted))):
+    if now is None or (wanted is not None and _kind(now) != _kind(completed(Head.parse(wanted, allow_options=True)))):
         has = "has none: it is a softmax model" if now is None else f"has {_kind(now)}"
         raise ValueError(
             f"the adapter in {path} was trained on a model with the output function {wanted or '(not recorded)'}, but "
@@ -116,10 +119,11 @@ def function_in(settings: Mapping[str, Any]) -> str | None:
     return settings.get(checkpoints.KEY) or (None if named is None else named[0])
 
 
-def _kind(function: OutputFunction) -> str:
-    """A function up to the values of what is learned, which an adapter may change."""
-    learned = {key: Learned(per_class=kind is ParameterKind.PER_CLASS) for key, kind in function.kinds.items()}
-    return str(function.with_parameters(**learned))
+def _kind(head: Head) -> str:
+    """A head up to the values of what is learned, which an adapter may change."""
+    kinds = head.function.kinds.items()
+    learned = {key: Learned(per_class=kind is ParameterKind.PER_CLASS) for key, kind in kinds}
+    return str(dataclasses.replace(head, function=head.function.with_parameters(**learned)))
 
 
 def _settings(path: str) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from sigsoftmax.records.atomic_write import atomic_write
 
 KEY = "sigsoftmax"
 """The entry of a configuration that remembers the output function; also the model type of a guarded checkpoint."""
-FORMAT = 1
+FORMAT, MIXTURE_FORMAT = 1, 2
+"""The format of members, and that of mixtures, which versions that know members alone must refuse."""
 MODULE_FILE = "modeling_sigsoftmax.py"
 ARCHITECTURE = "SigsoftmaxForCausalLM"
 AUTO_MAP = {
@@ -58,10 +59,10 @@ def stored_in(config: Any) -> dict[str, Any]:
         raise ValueError(
             "the configuration remembers no output function; name one, as in apply_output_function(model, 'sigsoftmax')"
         )
-    if found.get("format") != FORMAT:
+    if found.get("format") not in (FORMAT, MIXTURE_FORMAT):
         raise ValueError(
             f"the output function is stored in format {found.get('format')!r}, but this version of sigsoftmax "
-            f"reads {FORMAT}; install the version that wrote it, or a newer one"
+            f"reads {FORMAT} and {MIXTURE_FORMAT}; install the version that wrote it, or a newer one"
         )
     return found
 
@@ -70,7 +71,7 @@ def remember(model: Any) -> None:
     """Write the output function of a patched model into its configuration."""
     function = model.output_function
     stored = {
-        "format": FORMAT,
+        "format": MIXTURE_FORMAT if function.takes_hidden else FORMAT,
         **function.stored(),
         # The model type of the model's own configuration.
         "own_model_type": model.config.model_type,

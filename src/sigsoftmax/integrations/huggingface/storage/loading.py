@@ -16,16 +16,19 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sigsoftmax.contract.spec import Function
-from sigsoftmax.family import OutputFunction
+from sigsoftmax.family.heads import Head
 from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.integrations.huggingface.patching.apply import apply_output_function, language_model, patch
+from sigsoftmax.integrations.huggingface.patching.mixture_head import completed
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched, patched_class
 from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
-def from_pretrained(name_or_path: str | os.PathLike[str], *, function: Function | None = None, **options: Any) -> Any:
+def from_pretrained(
+    name_or_path: str | os.PathLike[str], *, function: Function | Head | None = None, **options: Any
+) -> Any:
     """Load a causal language model with the output function that it was saved with.
 
     ``name_or_path`` is a folder or a name on the hub, of a model or of an adapter that belongs to one. ``options`` are
@@ -53,7 +56,7 @@ def from_pretrained(name_or_path: str | os.PathLike[str], *, function: Function 
             )
         return apply_output_function(AutoModelForCausalLM.from_pretrained(path, **options), function)
     saved = checkpoints.stored_in(settings)["function"]
-    if function is not None and str(OutputFunction.parse(function)) != saved:
+    if function is not None and str(completed(Head.parse(function, allow_options=True))) != saved:
         raise ValueError(
             f"{path} was saved with {saved}, not with {function}; load it without function=, and apply "
             "another one to it afterwards if that is what you want"
@@ -61,7 +64,7 @@ def from_pretrained(name_or_path: str | os.PathLike[str], *, function: Function 
     return load_remembered(path, settings, **options)
 
 
-def _load_adapter_and_model(path: str, function: Function | None, options: Mapping[str, Any]) -> Any:
+def _load_adapter_and_model(path: str, function: Function | Head | None, options: Mapping[str, Any]) -> Any:
     """The adapter in ``path`` on the model that it names, with that model's output function."""
     config = adapters.read_config(path)
     base = config.base_model_name_or_path or ""
@@ -74,22 +77,24 @@ def _load_adapter_and_model(path: str, function: Function | None, options: Mappi
             f"the adapter in {path} belongs to a model with {text} that was never saved; save that model with "
             "save_pretrained, load it, and train the adapter on what you loaded"
         )
-    member = OutputFunction.parse(text)
-    per_class = [key for key, kind in member.kinds.items() if kind is ParameterKind.PER_CLASS]
-    if per_class and adapters.MODULE_NAME not in (config.modules_to_save or ()):
+    head = Head.parse(text, allow_options=True)
+    kinds = head.function.kinds.items()
+    unknown = [f"{key} for each class" for key, kind in kinds if kind is ParameterKind.PER_CLASS]
+    unknown += ["the prior and the latent vectors"] if head.components > 1 else []
+    if unknown and adapters.MODULE_NAME not in (config.modules_to_save or ()):
         raise ValueError(
-            f"the adapter in {path} does not hold the values of {', '.join(per_class)} for each class; train it with "
+            f"the adapter in {path} does not hold the values of {' and of '.join(unknown)}; train it with "
             f"modules_to_save=[{adapters.MODULE_NAME!r}], or save the patched model and train the adapter on that"
         )
     model = AutoModelForCausalLM.from_pretrained(name, **options)
-    patch(model, member)
+    patch(model, head)
     return adapters.put_on(model, path, config)
 
 
 def load_adapter(model: Any, path: str | os.PathLike[str]) -> Any:
     """Put an adapter that was trained on a patched model onto one that is patched alike; returns the PEFT model."""
     inner: Any = language_model(model)
-    now = inner.output_function.function if is_patched(inner) else None
+    now = Head.parse(inner.output_function.described(), allow_options=True) if is_patched(inner) else None
     return adapters.load_onto(model, os.fspath(path), now=now)
 
 
@@ -97,7 +102,7 @@ def load_remembered(path: str, settings: Mapping[str, Any], **options: Any) -> A
     """The model that a guarded configuration describes, filled from its files."""
     stored = checkpoints.stored_in(settings)
     try:
-        OutputFunction.parse(stored["function"])
+        Head.parse(stored["function"], allow_options=True)
     except ValueError as error:
         raise ValueError(
             f"{path} was saved with an output function that is not known here: {error}. One of your own must be "

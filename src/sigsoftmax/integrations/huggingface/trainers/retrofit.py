@@ -38,7 +38,7 @@ def smallest_logit(model: nn.Module, batches: Iterable[Batch]) -> float:
     inner: Any = language_model(model)
     if is_patched(inner) and not inner.output_function.is_plain_softmax:
         raise ValueError(
-            f"the logits of this model are those of {inner.output_function.function}; measure it before you patch it"
+            f"the logits of this model are those of {inner.output_function.described()}; measure it before you patch it"
         )
     smallest = math.inf
     with evaluating(model), torch.no_grad():
@@ -144,7 +144,7 @@ def shift_of(model: Any) -> nn.Parameter:
     function = inner.output_function if is_patched(inner) else None
     shift = None if function is None else dict(function.function_parameters.items()).get("b")
     if shift is None or shift.numel() != 1:
-        found = "none" if function is None else str(function.function)
+        found = "none" if function is None else function.described()
         raise ValueError(
             f"expected a model with one shift b, as retrofit(model, b) makes it; its output function is {found}"
         )

@@ -154,7 +154,7 @@ class FusedLoss(CausalLoss):
             with torch.no_grad():
                 parts = [
                     _statistics_of_phi(phi_nV, targets_N[span], others)
-                    for span, phi_nV in linear.phi_chunks(self.options.chunk_bytes)
+                    for span, phi_nV in linear.logits_chunks(self.options.chunk_bytes)
                 ]
             none_N = losses_N.detach()[:0]
             found |= {name: torch.cat([none_N, *(part[name] for part in parts)]) for name in others}
@@ -216,7 +216,7 @@ class _Entropy(torch.autograd.Function):
                 for x, needed in zip(ctx.saved_tensors, wanted, strict=True)
             ]
             # backward, not grad: the gradients of all chunks are summed where they arrive.
-            for span, phi_nV in ctx.linear.with_tensors(*leaves).phi_chunks(ctx.chunk_bytes):
+            for span, phi_nV in ctx.linear.with_tensors(*leaves).logits_chunks(ctx.chunk_bytes):
                 entropy_n = _entropy(torch.log_softmax(phi_nV, -1))
                 entropy_n.backward(gradient_N[span].to(entropy_n.dtype))
         return (None, None, None, *(x.grad if x is not None and x.requires_grad else None for x in leaves))
