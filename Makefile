@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test test-all test-gpu slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs architecture-docs transcripts screenshots docs docs-serve build package check clean
+.PHONY: help venv browser demo test test-all mutants test-gpu slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs architecture-docs transcripts screenshots docs docs-serve build package check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -32,6 +32,9 @@ test-all: $(VENV)/.installed-dev ## all tests that need no GPU: grids whole, and
 
 slow: $(VENV)/.installed-dev ## the tests marked slow
 	$(PYTEST) -m slow $(ARGS) $(TESTS)
+
+mutants: $(VENV)/.installed-dev ## which small defects the tests notice: about an hour
+	$(BIN)/python .ci/mutants.py $(ARGS)
 
 test-gpu: ## the tests that need a GPU, with the Python at hand; nothing is installed: minutes
 	$(PYTHON) .ci/test_gpu.py $(ARGS)
