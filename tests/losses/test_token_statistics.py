@@ -113,6 +113,22 @@ def test_values_and_gradients_are_those_of_plain_torch(
     assert_same(case, case.statistics(backend=backend, temperature=temperature), expected)
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_mixture", [False, True])
+@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize("names", [("log_probs",), ("log_probs", "entropy"), TokenStatistics._fields[:3]])
+def test_statistics_that_a_loss_computes_too(
+    backend: str, is_mixture: bool, member: str, names: tuple[str, ...]
+) -> None:
+    case = make_case(member, is_mixture)
+    got, expected = case.statistics(backend=backend, topk=0), plain(case)
+    assert got.topk_log_probs is got.topk_indices is None
+    torch.testing.assert_close(got[:3], expected[:3], rtol=1e-10, atol=1e-10)
+    wanted = gradients_of(case, weighted_sum(expected, names))
+    torch.testing.assert_close(gradients_of(case, weighted_sum(got, names)), wanted, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_floor_of_a_mixture(backend: str, temperature: float) -> None:
@@ -222,19 +238,29 @@ def test_a_token_that_the_loss_does_not_use_may_be_nan(is_mixture: bool) -> None
     assert (gradients["hidden"][3] == 0).all()
 
 
+def test_results_may_be_changed_in_place() -> None:
+    case = make_case("sigsoftmax", is_mixture=False)
+    got, expected = case.statistics(), plain(case)
+    assert got.log_probs is not None
+    assert expected.log_probs is not None
+    wanted = gradients_of(case, (expected.log_probs * 2.0).sum())
+    torch.testing.assert_close(gradients_of(case, got.log_probs.mul_(2.0).sum()), wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("topk", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_low_precision_has_results_in_float32(dtype: torch.dtype) -> None:
+def test_low_precision_has_results_in_float32(dtype: torch.dtype, topk: int) -> None:
     case = make_case("sigsoftmax", is_mixture=False, dtype=dtype)
-    got = case.statistics()
+    got, names = case.statistics(topk=topk), TokenStatistics._fields[: 4 if topk else 1]
     assert {values.dtype for values in got[:4] if values is not None} == {torch.float32}
     exact = Case(case.function, {k: t.detach().double().requires_grad_() for k, t in case.leaves.items()}, case.target)
     assert got.entropy is not None
     assert got.log_probs is not None
     tolerance = 0.1 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got.entropy.double(), plain(exact).entropy, rtol=tolerance, atol=tolerance)
-    gradients = gradients_of(case, weighted_sum(got))
+    gradients = gradients_of(case, weighted_sum(got, names))
     assert {name: g.dtype for name, g in gradients.items()} == dict.fromkeys(gradients, dtype)
-    expected = gradients_of(exact, weighted_sum(plain(exact)))
+    expected = gradients_of(exact, weighted_sum(plain(exact), names))
     for name, gradient in gradients.items():
         assert (gradient.double() - expected[name]).norm() < tolerance * expected[name].norm(), name
 

@@ -171,8 +171,11 @@ class StatisticsPath(Protocol):
         """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes, (N, T)."""
         ...
 
-    def gradients(self, operands: Operands, by_statistics_NC: Tensor) -> Sequence[Tensor | None]:
-        """Gradients in the order of ``Operands.differentiable``; None where it is not wanted."""
+    def gradients(self, operands: Operands, by_groups: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients in the order of ``Operands.differentiable``; None where it is not wanted.
+
+        Given are those of each group of columns; None for one that the loss does not depend on.
+        """
         ...
 
 

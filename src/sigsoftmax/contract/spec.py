@@ -136,6 +136,11 @@ class StatisticsSpec(CallSpec):
             raise ValueError(f"temperature must be a finite number greater than 0, got {self.temperature}")
         super().__post_init__()
 
+    def losses(self, extras: tuple[str, ...] | None) -> LossSpec:
+        """The loss of each token at a temperature of 1, minus the log-probability of its target, with extras."""
+        shared = {field.name: getattr(self, field.name) for field in fields(CallSpec)}
+        return loss_spec(**shared, ignore_index=self.ignore_index, reduction="none", extras=extras)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossSpec(CallSpec):

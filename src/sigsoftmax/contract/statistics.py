@@ -15,6 +15,7 @@ Shapes: n tokens of a block, K components, V classes, T likeliest classes, C col
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,10 @@ class TokenStatistics(NamedTuple):
     """the likeliest classes, (..., topk)"""
 
 
+GROUPS = 4
+"""groups of columns: that of targets, of entropies, of normalisers, and of the likeliest classes"""
+
+
 class LogProbsGradient(NamedTuple):
     """Derivatives of a loss by what is known of the rows of a block."""
 
@@ -58,6 +63,21 @@ class StatisticsArithmetic:
         self.widths = (int(has_target), int(spec.entropy), components, spec.topk)
         self.columns = sum(self.widths)
 
+    def groups(self, values_NC: Tensor) -> tuple[Tensor, ...]:
+        """The columns of each group; a group that is not asked for has none."""
+        return values_NC.split(self.widths, -1)
+
+    def joined(self, groups: Sequence[Tensor | None]) -> Tensor:
+        """The inverse of :meth:`groups`, with zeros in place of those that are None."""
+        like = next(group for group in groups if group is not None)
+        return torch.cat(
+            [
+                like.new_zeros(like.shape[0], width) if group is None else group
+                for group, width in zip(groups, self.widths, strict=True)
+            ],
+            -1,
+        )
+
     def of_block(self, log_p_nV: Tensor, log_normalizer_nK: Tensor, target_n: Tensor | None) -> tuple[Tensor, Tensor]:
         """Statistics as columns, (n, C), and the likeliest classes, (n, T)."""
         log_q_nV = self._tempered(log_p_nV)
@@ -73,7 +93,7 @@ class StatisticsArithmetic:
 
     def gradient(self, log_p_nV: Tensor, target_n: Tensor | None, by_statistics_nC: Tensor) -> LogProbsGradient:
         """From the derivatives by the columns to those by the log-probability of every class."""
-        by_target_n1, by_entropy_n1, by_normalizer_nK, by_largest_nT = by_statistics_nC.split(self.widths, -1)
+        by_target_n1, by_entropy_n1, by_normalizer_nK, by_largest_nT = self.groups(by_statistics_nC)
         log_q_nV = self._tempered(log_p_nV)
         by_log_q_nV = torch.zeros_like(log_q_nV)
         unused_n1 = (torch.cat([by_entropy_n1, by_normalizer_nK, by_largest_nT], -1) == 0).all(-1, keepdim=True)

@@ -29,13 +29,17 @@ NO_SECOND_DERIVATIVE = (
 
 
 class RecomputingFunction(torch.autograd.Function):
-    """Results that save their operands, and whose gradients are computed when they are asked for."""
+    """Results that save their operands, and whose gradients are computed when they are asked for.
+
+    ``gradients`` is given those of the differentiable outputs, which are the first ones; None for one that is not used.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         compute: Callable[[Lowered, Operands], tuple[Tensor | None, ...]],
-        gradients: Callable[[Lowered, Operands, Tensor], Gradients],
+        gradients: Callable[..., Gradients],
+        differentiable: int,
         lowered: Lowered,
         arguments: int,
         shard: Any,
@@ -43,22 +47,25 @@ class RecomputingFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.gradients, ctx.lowered, ctx.arguments, ctx.shard = gradients, lowered, arguments, shard
+        ctx.differentiable = differentiable
         ctx.save_for_backward(*tensors)
         outputs = compute(lowered, Operands.from_flat(tensors, arguments, shard))
-        ctx.mark_non_differentiable(*(extra for extra in outputs[1:] if extra is not None))
+        ctx.mark_non_differentiable(*(extra for extra in outputs[differentiable:] if extra is not None))
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, by_output: Tensor | None, *_: Tensor | None) -> Gradients:
-        saved = ctx.saved_tensors
-        if by_output is None:
+    def backward(ctx: Any, *by_outputs: Tensor | None) -> Gradients:
+        saved, given = ctx.saved_tensors, by_outputs[: ctx.differentiable]
+        if all(by is None for by in given):
             return (None,) * len(ctx.needs_input_grad)
         operands = Operands.from_flat(saved, ctx.arguments, ctx.shard)
         if _can_be_differentiated_again(ctx.lowered):
-            return (*(None,) * 5, *_of_operands(_differentiable_gradients(ctx.lowered, operands, by_output)))
+            (by_output,) = given
+            assert by_output is not None
+            return (*(None,) * 6, *_of_operands(_differentiable_gradients(ctx.lowered, operands, by_output)))
         with torch.no_grad():
-            gradients = ctx.gradients(ctx.lowered, operands, by_output)
-        return (*(None,) * 5, *_of_operands(not_differentiable_again(gradients, (by_output, *saved))))
+            gradients = ctx.gradients(ctx.lowered, operands, *given)
+        return (*(None,) * 6, *_of_operands(not_differentiable_again(gradients, (*given, *saved))))
 
 
 class StoringFunction(torch.autograd.Function):

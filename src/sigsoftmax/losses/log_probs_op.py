@@ -28,7 +28,7 @@ def log_probs(spec: LogProbsSpec, operands: Operands) -> Tensor:
         return plain_log_probs(problem, operands)
     if problem.wanted.any:
         (out_NV,) = torch_internals.apply_eagerly(
-            RecomputingFunction, _compute, _gradients, lowered, len(operands.arguments), None, *operands.flat
+            RecomputingFunction, _compute, _gradients, 1, lowered, len(operands.arguments), None, *operands.flat
         )
     else:
         (out_NV,) = _compute(lowered, operands)

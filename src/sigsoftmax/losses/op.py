@@ -59,7 +59,14 @@ def loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tensor, Extr
         total, *extras = _compute(lowered, operands)
     elif spec.reduction == "none":
         total, *extras = torch_internals.apply_eagerly(
-            RecomputingFunction, _compute, _gradients, lowered, len(operands.arguments), operands.shard, *operands.flat
+            RecomputingFunction,
+            _compute,
+            _gradients,
+            1,
+            lowered,
+            len(operands.arguments),
+            operands.shard,
+            *operands.flat,
         )
     else:
         total, _, *extras = torch_internals.apply_eagerly(

@@ -17,7 +17,7 @@ from sigsoftmax.contract.problem import Problem, dtypes_of
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.signature import signature_inside_op, signature_of
 from sigsoftmax.contract.spec import StatisticsSpec, statistics_spec
-from sigsoftmax.contract.statistics import StatisticsArithmetic, TokenStatistics
+from sigsoftmax.contract.statistics import GROUPS, StatisticsArithmetic, TokenStatistics
 from sigsoftmax.losses.gradients import Gradients, RecomputingFunction, is_traced
 from sigsoftmax.losses.lowering import REFERENCE, Lowered, lower, plain_statistics
 from sigsoftmax.losses.packing import PackedOp, fake_gradients, packed_gradients, traced_signature
@@ -33,40 +33,49 @@ def statistics(spec: StatisticsSpec, operands: Operands) -> TokenStatistics:
             results = plain_statistics(problem, operands)
         else:
             results = _op.op(*_op.pack(spec, operands, signature, backend))[:2]
-        return _named(problem, *results)
+        return _named(problem, _arithmetic(problem).groups(results[0]), results[1])
     lowered = lower(spec, signature_of(operands))
     problem = lowered.problem
     if lowered.path is None:
         if operands.target is not None and not torch_internals.is_wrapped(operands.target):
             value_checks.check_target(problem.target(operands), problem.num_classes, spec.ignore_index)
-        results = plain_statistics(problem, operands)
-    elif problem.wanted.any:
-        results = torch_internals.apply_eagerly(
-            RecomputingFunction, _compute, _gradients, lowered, len(operands.arguments), None, *operands.flat
+        values_NC, indices_NT = plain_statistics(problem, operands)
+        return _named(problem, _arithmetic(problem).groups(values_NC), indices_NT)
+    if problem.wanted.any:
+        # Each group is a result of its own, so that it is known which of them a loss depends on.
+        *groups, indices_NT = torch_internals.apply_eagerly(
+            *(RecomputingFunction, _compute, _gradients, GROUPS, lowered, len(operands.arguments), None),
+            *operands.flat,
         )
     else:
-        results = _compute(lowered, operands)
-    return _named(problem, *results)
+        *groups, indices_NT = _compute(lowered, operands)
+    return _named(problem, groups, indices_NT)
 
 
-def _compute(lowered: Lowered, operands: Operands) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = lowered.path.compute(operands)
-    return results
+def _compute(lowered: Lowered, operands: Operands) -> tuple[Tensor, ...]:
+    values_NC, indices_NT = lowered.path.compute(operands)
+    # Not views of one tensor, which could not be changed in place.
+    return *(group.clone() for group in _arithmetic(lowered.problem).groups(values_NC)), indices_NT
 
 
-def _gradients(lowered: Lowered, operands: Operands, by_statistics_NC: Tensor) -> Gradients:
-    if is_traced(by_statistics_NC):
+def _gradients(lowered: Lowered, operands: Operands, *by_groups: Optional[Tensor]) -> Gradients:
+    if any(by is not None and is_traced(by) for by in by_groups):
+        by_statistics_NC = _arithmetic(lowered.problem).joined(by_groups)
         return _op.gradients(lowered.problem, operands, by_statistics_NC)
-    gradients: Gradients = lowered.path.gradients(operands, by_statistics_NC)
+    gradients: Gradients = lowered.path.gradients(operands, by_groups)
     return gradients
 
 
-def _named(problem: Problem[StatisticsSpec], values_NC: Tensor, indices_NT: Tensor) -> TokenStatistics:
-    """Columns by their names and in the leading dimensions."""
+def _arithmetic(problem: Problem[StatisticsSpec]) -> StatisticsArithmetic:
+    has_target = problem.signature.operands.target is not None
+    return StatisticsArithmetic(problem.spec, problem.components, has_target=has_target)
+
+
+def _named(problem: Problem[StatisticsSpec], groups: Sequence[Tensor], indices_NT: Tensor) -> TokenStatistics:
+    """Groups of columns by their names and in the leading dimensions."""
     spec, leading = problem.spec, problem.leading
     has_target = problem.signature.operands.target is not None
-    widths = StatisticsArithmetic(spec, problem.components, has_target=has_target).widths
-    at_target_N1, entropy_N1, normalizer_NK, largest_NT = values_NC.split(widths, -1)
+    at_target_N1, entropy_N1, normalizer_NK, largest_NT = groups
     return TokenStatistics(
         at_target_N1.reshape(leading) if has_target else None,
         entropy_N1.reshape(leading) if spec.entropy else None,
@@ -89,7 +98,7 @@ def _compute_op(input: Tensor, *packed: Any) -> tuple[Tensor, ...]:
     else:
         values_NC = input.new_empty(0, lowered.path.arithmetic.columns, dtype=lowered.problem.compute_dtype)
         indices_NT = input.new_empty(0, spec.topk, dtype=torch.int64)
-        gradients = lowered.path.gradients(operands, by_statistics_NC)
+        gradients = lowered.path.gradients(operands, lowered.path.arithmetic.groups(by_statistics_NC))
     numbers = input.new_empty(0, dtype=torch.float64)
     return values_NC, indices_NT, *packed_gradients(gradients, operands, numbers)
 

@@ -18,6 +18,7 @@ from tests.interpreted import run_interpreted
         "test_pipelined_row.py",
         "test_column_sums.py",
         "test_sharded.py",
+        "test_statistics.py",
         "test_tokens.py",
         "test_intrinsics.py",
     ],

@@ -19,4 +19,4 @@ def lower_log_probs(problem: Problem[LogProbsSpec]) -> LogProbsPath | Refusal:
 
 
 def lower_statistics(problem: Problem[StatisticsSpec]) -> StatisticsPath | Refusal:
-    return ChunkedStatistics(problem)
+    return ChunkedStatistics(problem, lower_loss)

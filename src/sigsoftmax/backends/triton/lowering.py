@@ -39,7 +39,7 @@ def lower_log_probs(problem: Problem[LogProbsSpec]) -> LogProbsPath | Refusal:
 
 
 def lower_statistics(problem: Problem[StatisticsSpec]) -> StatisticsPath | Refusal:
-    return _refusal(problem) or ChunkedStatistics(problem)
+    return _refusal(problem) or ChunkedStatistics(problem, lower_loss)
 
 
 def _refusal(problem: AnyProblem) -> Refusal | None:
