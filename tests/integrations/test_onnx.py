@@ -77,6 +77,16 @@ def test_other_patched_models(tmp_path, name):
     patched_model_agrees(name, tmp_path / "model.onnx")
 
 
+def test_a_mixture_on_a_model_is_refused(tmp_path):
+    pytest.importorskip("transformers")
+    from tests.integrations.huggingface.tiny import tiny
+
+    from sigsoftmax.integrations.huggingface import apply_output_function
+
+    with pytest.raises(ValueError, match=r"the mixture mos\(K=2.*\) cannot be written as ONNX.*Serve it with"):
+        export_onnx(apply_output_function(tiny(), "mos(K=2)"), tmp_path / "model.onnx")
+
+
 def test_what_cannot_be_exported_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expected an OutputLayer, a MixtureOutputLayer or a language model"):
         export_onnx(nn.Linear(2, 2), tmp_path / "linear.onnx")

@@ -35,7 +35,7 @@ class Head:
     function: OutputFunction
     components: int = 1
     latent: str | None = None
-    """How latent vectors are made (:data:`Latent`); None is the default of the place where a mixture is made."""
+    """The way in which latent vectors are made (:data:`Latent`); None is the default of the place where a mixture is made."""
     prior: OutputFunction | None = None
     """The output function of the prior; None is ``function`` if that has no parameters, else softmax."""
 
@@ -68,7 +68,12 @@ class Head:
             return cls(text)
         name = text.partition("(")[0].strip()
         if name not in (*MIXTURES, "mixture"):
-            return cls(OutputFunction.parse(text))
+            try:
+                return cls(OutputFunction.parse(text))
+            except ValueError as error:
+                if not re.search(r"\bK\s*=", text):
+                    raise
+                raise ValueError(f"{error}; a mixture of it is written as in 'mixture(gss(k=0), K=4)'") from None
         call = parse_call(text)
         items = (call and call.items) or []
         member = items.pop(0) if name == "mixture" and items else MIXTURES.get(name)

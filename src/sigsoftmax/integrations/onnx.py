@@ -101,6 +101,13 @@ def _parts(module: nn.Module) -> tuple[nn.Module, tuple[tuple[Tensor, ...], ...]
         vectors = tuple((torch.randn(tokens, features).to(module.weight),) for tokens in (3, 7))
         return _LayerGraph(module), vectors, ["hidden"], "log_probs", ({0: any_size},)
     if hasattr(module, "get_output_embeddings") and hasattr(module, "config"):
+        function: Any = getattr(module, "output_function", None)
+        if getattr(function, "takes_hidden", False):
+            raise ValueError(
+                f"a language model with the mixture {function.described()} cannot be written as ONNX: its logits come "
+                "from operations that the exporter does not know. Serve it with transformers, or use one output "
+                "function"
+            )
         device: Any = module.device
         ids = [torch.randint(2, size, device=device) for size in ((2, 5), (3, 9))]
         texts = tuple((ids_BL, torch.ones_like(ids_BL)) for ids_BL in ids)

@@ -38,7 +38,7 @@ class MixtureOutputLayer(OutputModule):
     """
 
     latent_kind: str = "tanh"
-    """How latent vectors are made; a layer that was pickled without this attribute has those of the default."""
+    """The way in which latent vectors are made; a layer that was pickled without this attribute has those of the default."""
 
     def __init__(
         self,

@@ -209,6 +209,17 @@ def test_a_model_that_was_stored_with_its_output_function(tmp_path):
     )
 
 
+def test_a_model_with_a_mixture_is_refused(tmp_path):
+    from sigsoftmax.integrations import huggingface as patching
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(save_model("gemma2", tmp_path / "m"))
+    patching.apply_output_function(model, "mos(K=2)").save_pretrained(tmp_path / "patched")
+    with pytest.raises(
+        ValueError, match=r"has the output function mos\(K=2, .*mixtures on such models are not audited"
+    ):
+        open_model(str(tmp_path / "patched"), memory=MEMORY)
+
+
 def test_without_transformers_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "sigsoftmax.experiments.audit.huggingface")

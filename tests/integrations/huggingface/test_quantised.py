@@ -57,6 +57,18 @@ def test_a_quantised_output_layer_stores_logits_and_is_right(quantise, name, ord
     torch.testing.assert_close(token_log_likelihoods(model, IDS), log_p.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_mixture_on_a_quantised_output_layer_is_refused(quantise):
+    model = quantise(tiny())
+    own, attributes = type(model), set(vars(model))
+    with pytest.raises(ValueError, match=r"weight is of the class Int8Tensor.*Use a single output function"):
+        apply_output_function(model, "mos(K=2)")
+    assert (type(model), set(vars(model))) == (own, attributes)
+    model = quantise(apply_output_function(tiny(), "mos(K=2)"))
+    for options in ({}, {"labels": IDS}):
+        with pytest.raises(ValueError, match=r"Int8Tensor; leave the output layer out of adapters and quantisation"):
+            model(IDS, **options)
+
+
 def test_a_quantised_output_layer_is_not_saved_without_its_guard(quantise, tmp_path):
     model = quantise(apply_output_function(tiny(), "sigsoftmax"))
     with pytest.raises(ValueError, match=r"of the class Int8Tensor.* save the model before you quantise it"):

@@ -275,6 +275,11 @@ def _found_function(
     name: str, model: Any, weight_Vd: Tensor, bias_V: Tensor | None, stated: str | None
 ) -> tuple[Detected, int]:
     """The output function, and how many tokens the model's logits have."""
+    if is_patched(model) and model.output_function.takes_hidden:
+        raise ValueError(
+            f"{name} has the output function {model.output_function.described()}, and mixtures on such models are not "
+            "audited; store a matrix of its log-probabilities in an .npy file and audit that"
+        )
     generator = torch.Generator().manual_seed(0)
     known = min(weight_Vd.shape[0], model.get_input_embeddings().weight.shape[0])
     hidden_BLd, logits_BLV = _run(model, torch.randint(known, (2, PROBE_TOKENS), generator=generator), keep_logits=True)
@@ -289,11 +294,6 @@ def _found_function(
     probed = None
     if is_patched(model):
         probed = model.examined.adjustment
-        if model.output_function.takes_hidden:
-            raise ValueError(
-                f"{name} has the output function {model.output_function.described()}, and mixtures on such models are "
-                "not audited; store latent vectors H, prior logits, W and b in an .npz file and audit that"
-            )
         if member is None:
             member, reason = detached(model.output_function.of_raw_logits()), "stored with the model"
     else:

@@ -131,6 +131,14 @@ def test_sft_trains_the_gradient_of_the_formula(tmp_path):
     torch.testing.assert_close(same(rows).logits, trainer.model(rows).logits)
 
 
+def test_sft_of_a_mixture(tmp_path):
+    # It begins as the softmax model, and its parameters are trained.
+    model = model_of("mos(K=3)")
+    rows, trainer = sft(tmp_path, model, learning_rate=0.1, optim="sgd")
+    assert logged(trainer) == pytest.approx(float(plain_loss(tiny()(rows).logits.detach(), rows)), rel=1e-4)
+    assert model.output_function.latent_weight.abs().sum() > 0
+
+
 def test_sft_of_an_adapter(tmp_path):
     peft = pytest.importorskip("peft")
     rows, trainer = sft(
