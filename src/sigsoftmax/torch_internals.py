@@ -93,6 +93,11 @@ def keeps_graph() -> bool:
     return _keeps_graph is None or bool(_keeps_graph())
 
 
+def is_jit_tracing() -> bool:
+    """True while torch.jit.trace records a graph. It is public, but not among the names that torch annotates."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
+
+
 def first_saved_tensors(ctx: Any, count: int) -> tuple[Tensor | None, ...]:
     """The first tensors that an autograd function saved; nothing is asked of the others, which may have changed.
 

@@ -9,6 +9,7 @@ pytest.importorskip("onnxruntime")
 
 import onnxruntime
 import torch
+from tests.exported import MODELS
 from torch import nn
 
 from sigsoftmax import MixtureOutputLayer, OutputLayer, family
@@ -46,6 +47,35 @@ def test_output_layers(tmp_path, function):
 @pytest.mark.slow
 def test_mixtures(tmp_path):
     layer_agrees(MixtureOutputLayer(8, 5, 30, components=3), tmp_path / "layer.onnx")
+
+
+def torchs_export_agrees(model, path):
+    """By torch.onnx.export as users call it, its optimiser included, and with a batch of another size."""
+    model.eval()
+    with onnx._quiet():
+        torch.onnx.export(
+            model,
+            (torch.randn(3, 10),),
+            path,
+            dynamo=True,
+            input_names=["x"],
+            dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
+            verbose=False,
+        )
+    for scale in (1.0, 50.0):
+        x = scale * torch.randn(7, 10)
+        with torch.no_grad():
+            torch.testing.assert_close(run(path, x=x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_relu_keeps_its_eps_in_models_too(tmp_path):
+    torchs_export_agrees(MODELS["relu, whose eps must stay"](), tmp_path / "model.onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_models_that_contain_ours(tmp_path, make):
+    torchs_export_agrees(make(), tmp_path / "model.onnx")
 
 
 def patched_model_agrees(name, path):

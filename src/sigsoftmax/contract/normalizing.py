@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.contract.rows import MASK, compute_dtype
+from sigsoftmax.contract.signature import is_exporting
 from sigsoftmax.contract.spec import MemberSpec
 from sigsoftmax.contract.tokens import finite, floored
 from sigsoftmax.family.formulas import Form
@@ -82,7 +83,12 @@ def arguments_like(z: Tensor, form: Form, arguments: Sequence[Tensor]) -> list[T
 
     A fixed scalar stays on the CPU: torch passes its value to kernels, while a copy to a GPU would have to be waited
     for. What a user's form makes of its arguments is not known, so it gets them all on one device.
+
+    In an exported graph a scalar has one dimension: the optimiser of onnxscript takes a number within 1e-8 of 0, such
+    as the eps of relu, for 0 and drops it, unless it has a dimension.
     """
+    if is_exporting():
+        return [a.to(z.device, z.dtype).reshape(-1) for a in arguments]
 
     def stays(argument: Tensor) -> bool:
         is_fixed_scalar = kind_of(argument) is ParameterKind.SCALAR and not argument.requires_grad

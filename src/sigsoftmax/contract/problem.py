@@ -6,6 +6,7 @@ Shapes: N tokens, K components, V classes, d features.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -67,7 +68,8 @@ class Problem(Generic[Spec]):
 
     @property
     def num_tokens(self) -> int:
-        return self.leading.numel()
+        # Not numel(), which torch.jit.trace would take for a number that never changes.
+        return math.prod(self.leading)
 
     @functools.cached_property
     def wanted(self) -> Wanted:

@@ -114,6 +114,16 @@ class Signature(NamedTuple):
         return any(t is not None and t.wants_gradient for t in (self.operands.target, self.operands.class_weight))
 
 
+def is_exporting() -> bool:
+    """True if a graph is recorded that other programs run: torch.export, torch.onnx.export or torch.jit.trace."""
+    return torch.compiler.is_exporting() or torch_internals.is_jit_tracing()
+
+
+def is_recording() -> bool:
+    """True if a graph is recorded, for torch.compile or for export."""
+    return torch.compiler.is_compiling() or torch_internals.is_jit_tracing()
+
+
 def checks_values(device: torch.device) -> bool:
     """True if a bad value is reported by its message, rather than by an assert on the device."""
     return device.type == "cpu" or os.environ.get(CHECK_VARIABLE) == "1"

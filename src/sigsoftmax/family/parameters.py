@@ -146,12 +146,13 @@ _SCALARS: dict[float, Tensor] = {}
 
 def scalar(value: float) -> Tensor:
     """A fixed number as a tensor on the CPU, made once: for a small loss on a GPU, making it takes its share."""
-    known = None if torch.compiler.is_compiling() else _SCALARS.get(value)
+    is_traced = torch.compiler.is_compiling() or torch_internals.is_jit_tracing()
+    known = None if is_traced else _SCALARS.get(value)
     if known is not None:
         return known
     made = torch.full((), value, dtype=torch.float64, device="cpu")
     # What a mode or a transform makes (fake, functional, inference, vmap) is of no use outside it.
     is_plain = type(made) is Tensor and not torch_internals.transforms_active()
-    if is_plain and not torch.compiler.is_compiling() and not made.is_inference():
+    if is_plain and not is_traced and not made.is_inference():
         _SCALARS[value] = made
     return made

@@ -1,6 +1,7 @@
-"""Export to ONNX: output layers, and language models whose logits hold their output function.
+"""Export to ONNX of output layers and of language models whose logits hold their output function, with a check.
 
-The exported graph is compared with torch in onnxruntime before it is handed over.
+The exported graph is compared with torch in onnxruntime before it is handed over. Models that contain output functions
+or output layers are exported by torch.onnx.export itself.
 """
 
 from __future__ import annotations
@@ -19,33 +20,9 @@ from torch import Tensor, nn
 from sigsoftmax._version import install_extra
 from sigsoftmax.layers.mixture import MixtureOutputLayer
 from sigsoftmax.layers.output_layer import OutputLayer
-from sigsoftmax.losses import functional
 
 TOLERANCE = 1e-4
 """Largest difference from torch, relative to the largest number, beyond which an exported graph is refused."""
-
-
-class _LayerGraph(nn.Module):
-    """An output layer by the reference backend, whose operations every exporter knows."""
-
-    def __init__(self, layer: OutputLayer | MixtureOutputLayer) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        layer = self.layer
-        if isinstance(layer, OutputLayer):
-            return functional.log_probs(layer.logits(hidden), function=layer.function, backend="reference")
-        return functional.mixture_log_probs(
-            layer.latent_vectors(hidden),
-            layer.prior(hidden),
-            layer.weight,
-            function=layer.function,
-            prior_function=layer.prior_function,
-            linear_bias=layer.bias,
-            floor=layer.floor,
-            backend="reference",
-        )
 
 
 class _ModelGraph(nn.Module):
@@ -99,7 +76,7 @@ def _parts(module: nn.Module) -> tuple[nn.Module, tuple[tuple[Tensor, ...], ...]
     if isinstance(module, OutputLayer | MixtureOutputLayer):
         features = module.in_features if isinstance(module, OutputLayer) else module.prior.in_features
         vectors = tuple((torch.randn(tokens, features).to(module.weight),) for tokens in (3, 7))
-        return _LayerGraph(module), vectors, ["hidden"], "log_probs", ({0: any_size},)
+        return module, vectors, ["hidden"], "log_probs", ({0: any_size},)
     if hasattr(module, "get_output_embeddings") and hasattr(module, "config"):
         function: Any = getattr(module, "output_function", None)
         if getattr(function, "takes_hidden", False):

@@ -10,17 +10,17 @@ from torch import Tensor
 from sigsoftmax import torch_internals
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import dtypes_of
-from sigsoftmax.contract.signature import signature_inside_op, signature_of
+from sigsoftmax.contract.signature import is_recording, signature_inside_op, signature_of
 from sigsoftmax.contract.spec import LogProbsSpec, log_probs_spec
 from sigsoftmax.losses.gradients import Gradients, RecomputingFunction, is_traced
 from sigsoftmax.losses.lowering import REFERENCE, Lowered, lower, plain_log_probs
-from sigsoftmax.losses.packing import PackedOp, fake_gradients, packed_gradients, traced_signature
+from sigsoftmax.losses.packing import PackedOp, fake_gradients, packed_gradients, traced_problem
 from sigsoftmax.losses.validation import log_probs_problem
 
 
 def log_probs(spec: LogProbsSpec, operands: Operands) -> Tensor:
     """Log-probabilities of every class, in the leading dimensions and the classes."""
-    if torch.compiler.is_compiling():
+    if is_recording():
         return _traced_log_probs(spec, operands)
     lowered = lower(spec, signature_of(operands))
     problem = lowered.problem
@@ -102,9 +102,8 @@ _op.op.register_autograd(_op_backward, setup_context=_op_context)
 
 
 def _traced_log_probs(spec: LogProbsSpec, operands: Operands) -> Tensor:
-    signature, backend = traced_signature(spec, operands)
-    problem = log_probs_problem(spec, signature)
+    problem, backend = traced_problem(log_probs_problem, spec, operands)
     if backend == REFERENCE:
         return plain_log_probs(problem, operands)
-    out_NV = _op.op(*_op.pack(spec, operands, signature, backend))[0]
+    out_NV = _op.op(*_op.pack(spec, operands, problem.signature, backend))[0]
     return out_NV.view(*problem.leading, problem.num_classes)

@@ -26,6 +26,7 @@ BACKENDS = {"triton": "sigsoftmax.backends.triton.lowering", "blocked": "sigsoft
 """The fast ones, fastest first, each with the module that lowers to it. A new backend is one line here."""
 MOST_LOWERED = 1024
 NEEDS_AUTOGRAD = "probability targets and class weights that require a gradient need plain autograd"
+EXPORTED = "programs that run an exported graph know torch's own operations alone"
 PLAIN_AUTOGRAD = "plain torch with the logits of all tokens at once"
 
 OPERATIONS: dict[type[CallSpec], tuple[Callable[..., Problem[Any]], str]] = {
@@ -56,7 +57,6 @@ _last: Decision | None = None
 
 def lower(spec: CallSpec, signature: Signature) -> Lowered:
     """The way to compute a call, found again or decided now; ``explain`` will tell of it."""
-    global _last
     key = (spec, signature)
     try:
         found = _lowered.get(key)
@@ -69,8 +69,15 @@ def lower(spec: CallSpec, signature: Signature) -> Lowered:
             if len(_lowered) >= MOST_LOWERED:
                 _lowered.clear()
             _lowered[key] = found
-    _last = found.decision
+    told(found.decision)
     return found
+
+
+def told(decision: Decision) -> Decision:
+    """The decision that ``explain`` tells from now on."""
+    global _last
+    _last = decision
+    return decision
 
 
 def explain() -> Decision | None:
@@ -80,10 +87,9 @@ def explain() -> Decision | None:
 
 def plain_result(lowered: Lowered, operands: Operands) -> Tensor:
     """The result of a lowered call by plain autograd, for derivatives that its path has not; ``explain`` tells it."""
-    global _last
     problem = lowered.problem
     refused = {lowered.decision.backend: "its gradients cannot be differentiated again"}
-    _last = Decision(REFERENCE, "create_graph=True", PLAIN_AUTOGRAD, refused)
+    told(Decision(REFERENCE, "create_graph=True", PLAIN_AUTOGRAD, refused))
     return (
         plain_loss(problem, operands).loss if isinstance(problem.spec, LossSpec) else plain_log_probs(problem, operands)
     )
@@ -97,11 +103,8 @@ def _decide(spec: CallSpec, signature: Signature) -> Lowered:
     if chosen == REFERENCE:
         return _by_reference(problem, Decision(REFERENCE, chosen_by, PLAIN_AUTOGRAD))
     if reason is not None:
-        if chosen is not None:
-            raise ValueError(f"backend {chosen!r} cannot be used: {reason}; pass backend='reference'")
-        refused = dict.fromkeys(BACKENDS, reason)
-        return _by_reference(problem, Decision(REFERENCE, "the inputs", PLAIN_AUTOGRAD, refused))
-    refused = {}
+        return _by_reference(problem, only_by_reference(chosen, reason))
+    refused: dict[str, str] = {}
     for name in BACKENDS if chosen is None else (chosen,):
         path = getattr(importlib.import_module(BACKENDS[name]), operation)(problem)
         if not isinstance(path, Refusal):
@@ -111,6 +114,14 @@ def _decide(spec: CallSpec, signature: Signature) -> Lowered:
             raise ValueError(f"backend {name!r} cannot be used: {path.reason}; leave the choice to the package")
         refused[name] = path.reason
     raise AssertionError("the last backend serves every operation")
+
+
+def only_by_reference(chosen: str | None, reason: str) -> Decision:
+    """The decision for a call that the reference alone can compute; another backend that was asked for raises."""
+    if chosen not in (None, REFERENCE):
+        raise ValueError(f"backend {chosen!r} cannot be used: {reason}; pass backend='reference'")
+    by = "the export" if reason is EXPORTED else "the inputs"
+    return Decision(REFERENCE, by, PLAIN_AUTOGRAD, dict.fromkeys(BACKENDS, reason))
 
 
 def chosen_backend(asked: str | None, variable: str | None) -> tuple[str | None, str]:

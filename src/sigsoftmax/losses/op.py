@@ -17,7 +17,7 @@ from sigsoftmax.contract import value_checks
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import LossResults, Problem, dtypes_of
 from sigsoftmax.contract.rows import compute_dtype
-from sigsoftmax.contract.signature import signature_inside_op, signature_of
+from sigsoftmax.contract.signature import is_recording, signature_inside_op, signature_of
 from sigsoftmax.contract.spec import EXTRAS, LossSpec, loss_spec
 from sigsoftmax.contract.tokens import entropy
 from sigsoftmax.losses.gradients import (
@@ -32,7 +32,7 @@ from sigsoftmax.losses.packing import (
     PackedOp,
     fake_gradients,
     packed_gradients,
-    traced_signature,
+    traced_problem,
     unpacked_gradients,
 )
 from sigsoftmax.losses.validation import loss_problem
@@ -49,7 +49,7 @@ class Extras(NamedTuple):
 
 def loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tensor, Extras]]:
     """The loss that a specification asks for; with its extras where these are asked for."""
-    if torch.compiler.is_compiling():
+    if is_recording():
         return _traced_loss(spec, operands)
     lowered = lower(spec, signature_of(operands))
     problem = lowered.problem
@@ -98,7 +98,7 @@ def _extras(problem: Problem[LossSpec], values: Sequence[Optional[Tensor]]) -> E
 
 
 def _reference_loss(problem: Problem[LossSpec], operands: Operands) -> Union[Tensor, tuple[Tensor, Extras]]:
-    if not torch.compiler.is_compiling() and not torch_internals.is_wrapped(operands.target):
+    if not is_recording() and not torch_internals.is_wrapped(operands.target):
         value_checks.check_target(problem.target(operands), problem.num_classes, problem.spec.ignore_index)
         if operands.class_weight is not None:
             value_checks.check_class_weight(operands.class_weight)
@@ -211,11 +211,10 @@ _loss_op.op.register_autograd(_op_backward, setup_context=_op_context)
 def _traced_loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tensor, Extras]]:
     """The loss while torch.compile looks: what is traced is validation, and the op or plain autograd."""
     assert operands.shard is None, "exchanges between processes are not compiled"
-    signature, backend = traced_signature(spec, operands)
-    problem = loss_problem(spec, signature)
+    problem, backend = traced_problem(loss_problem, spec, operands)
     if backend == REFERENCE:
         return _reference_loss(problem, operands)
-    total, _, *results = _loss_op.op(*_loss_op.pack(spec, operands, signature, backend))
+    total, _, *results = _loss_op.op(*_loss_op.pack(spec, operands, problem.signature, backend))
     if spec.extras is None:
         return total
     return total, _extras(problem, results[:3])

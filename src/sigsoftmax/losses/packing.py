@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sigsoftmax import family
+from sigsoftmax import family, torch_internals
 from sigsoftmax.contract.operands import Operands, Wanted
 from sigsoftmax.contract.problem import Problem
-from sigsoftmax.contract.signature import BACKEND_VARIABLE, Signature, autocast_dtype, wants_gradient
+from sigsoftmax.contract.signature import BACKEND_VARIABLE, Signature, autocast_dtype, is_exporting, wants_gradient
 from sigsoftmax.contract.spec import EXTRAS, CallSpec, MemberSpec
 from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.losses.gradients import Gradients, not_differentiable_again
-from sigsoftmax.losses.lowering import NEEDS_AUTOGRAD, REFERENCE, chosen_backend
+from sigsoftmax.losses.lowering import EXPORTED, NEEDS_AUTOGRAD, chosen_backend, only_by_reference, told
 
 KINDS: tuple[ParameterKind | None, ...] = (None, ParameterKind.SCALAR, ParameterKind.PER_CLASS)
 """The kind of a form's argument by its number in an op; the first is a fixed number."""
@@ -33,23 +34,38 @@ NO_OPTIONS = {*OPERANDS, "by_output", "extras", "autocast", "wanted"}
 
 
 class TracedSignature(NamedTuple):
-    """The part of a signature that validation asks for, of tensors that torch.compile traces."""
+    """The part of a signature that validation asks for, of tensors that are traced for a graph."""
 
     operands: Operands
     wanted: Wanted
     autocast: torch.dtype | None
 
 
-def traced_signature(spec: CallSpec, operands: Operands) -> tuple[TracedSignature, str | None]:
-    """A signature of tensors that torch.compile traces, and the backend that was asked for, or must be."""
+def traced_problem(
+    validate: Callable[[Any, Any], Problem[Any]], spec: CallSpec, operands: Operands
+) -> tuple[Problem[Any], str | None]:
+    """A call on tensors that are traced, and the backend that was asked for, or must be.
+
+    Graphs that are exported are run by programs that know torch's own operations alone, which the reference is made of.
+    """
     wanted = Wanted.of([wants_gradient(t) for t in operands.differentiable], len(operands.arguments))
     device = operands.input.device if isinstance(operands.input, Tensor) else torch.device("cpu")
     backend, _ = chosen_backend(spec.backend, os.environ.get(BACKEND_VARIABLE) or None)
-    if wants_gradient(operands.target) or wants_gradient(operands.class_weight):
-        if backend not in (None, REFERENCE):
-            raise ValueError(f"backend {backend!r} cannot be used: {NEEDS_AUTOGRAD}; pass backend='reference'")
-        backend = REFERENCE
-    return TracedSignature(operands, wanted, autocast_dtype(device)), backend
+    if is_exporting():
+        decision = only_by_reference(backend, EXPORTED)
+        backend = decision.backend
+        # A graph that Dynamo records (torch.export with strict=True) changes nothing outside itself.
+        if not torch.compiler.is_dynamo_compiling():
+            told(decision)
+    elif wants_gradient(operands.target) or wants_gradient(operands.class_weight):
+        backend = only_by_reference(backend, NEEDS_AUTOGRAD).backend
+    signature = TracedSignature(operands, wanted, autocast_dtype(device))
+    if not torch_internals.is_jit_tracing():
+        return validate(spec, signature), backend
+    with warnings.catch_warnings():
+        # Sizes are compared once, for the example that is traced.
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
+        return validate(spec, signature), backend
 
 
 class PackedOp:
