@@ -35,7 +35,7 @@ class Head:
     function: OutputFunction
     components: int = 1
     latent: str | None = None
-    """The way in which latent vectors are made (:data:`Latent`); None is the default of the place where a mixture is made."""
+    """One of :data:`Latent`; None is the default of the place where a mixture is made."""
     prior: OutputFunction | None = None
     """The output function of the prior; None is ``function`` if that has no parameters, else softmax."""
 

@@ -38,7 +38,7 @@ class MixtureOutputLayer(OutputModule):
     """
 
     latent_kind: str = "tanh"
-    """The way in which latent vectors are made; a layer that was pickled without this attribute has those of the default."""
+    """The kind of latent vectors; a layer that was pickled without this attribute has the default."""
 
     def __init__(
         self,
