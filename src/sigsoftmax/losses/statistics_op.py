@@ -15,24 +15,23 @@ from sigsoftmax.contract import value_checks
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Problem, dtypes_of
 from sigsoftmax.contract.rows import compute_dtype
-from sigsoftmax.contract.signature import signature_inside_op, signature_of
+from sigsoftmax.contract.signature import is_recording, signature_inside_op, signature_of
 from sigsoftmax.contract.spec import StatisticsSpec, statistics_spec
 from sigsoftmax.contract.statistics import GROUPS, StatisticsArithmetic, TokenStatistics
 from sigsoftmax.losses.gradients import Gradients, RecomputingFunction, is_traced
 from sigsoftmax.losses.lowering import REFERENCE, Lowered, lower, plain_statistics
-from sigsoftmax.losses.packing import PackedOp, fake_gradients, packed_gradients, traced_signature
+from sigsoftmax.losses.packing import PackedOp, fake_gradients, packed_gradients, traced_problem
 from sigsoftmax.losses.validation import statistics_problem
 
 
 def statistics(spec: StatisticsSpec, operands: Operands) -> TokenStatistics:
     """The statistics of tokens that a specification asks for, in the leading dimensions."""
-    if torch.compiler.is_compiling():
-        signature, backend = traced_signature(spec, operands)
-        problem = statistics_problem(spec, signature)
+    if is_recording():
+        problem, backend = traced_problem(statistics_problem, spec, operands)
         if backend == REFERENCE:
             results = plain_statistics(problem, operands)
         else:
-            results = _op.op(*_op.pack(spec, operands, signature, backend))[:2]
+            results = _op.op(*_op.pack(spec, operands, problem.signature, backend))[:2]
         return _named(problem, _arithmetic(problem).groups(results[0]), results[1])
     lowered = lower(spec, signature_of(operands))
     problem = lowered.problem
