@@ -152,7 +152,7 @@ def test_some_cases_on_a_cpu(tmp_path):
 def test_every_case_on_a_cpu(tmp_path):
     out = tmp_path / "gpu.jsonl"
     result = run_gpu("--smoke", "--out", str(out))
-    assert len(assert_written(result, out)) == 16
+    assert len(assert_written(result, out)) == 19
     assert "failed: none" in result.stdout
 
 
