@@ -47,11 +47,13 @@ class SoftcapRows(ProbabilityRows):
         else:
             torch.div(z, c, out=phi).tanh_().mul_(c)
         self._phi, self._f = phi, torch.softmax(phi, -1, out=f)
+        # Over many classes torch.softmax divides by a sum that has lost digits, which the sum of its results tells.
+        self._total = f.sum(-1, keepdim=True)
         target = SOFTCAP.relative(self._z_y, peak, self.argument)[0] if has_index else None
-        return SOFTCAP.phi(peak, self.argument), f.amax(-1, keepdim=True).log_().neg_(), target
+        return SOFTCAP.phi(peak, self.argument), (self._total / f.amax(-1, keepdim=True)).log_(), target
 
     def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
-        factor = coefficients.normalizer.unsqueeze(-1)
+        factor = coefficients.normalizer.unsqueeze(-1) / self._total
         if self._is_near:
             return self._f.addcmul_(self._f, self._phi.mul_(self._phi), value=-(self.c**-2)), factor
         x = torch.div(self._z, 0.5 * self.c, out=self._buffer("work", self._z))
