@@ -44,7 +44,12 @@ class _WithoutContext(torch.autograd.Function):
 
 
 def _is_refused() -> bool:
-    """True if torch refuses autograd functions that say nothing of transforms: it does inside torch.func alone."""
+    """True if torch refuses autograd functions that say nothing of transforms: it does inside torch.func alone.
+
+    A graph of torch.jit.trace would hold the function, so that nothing is asked there.
+    """
+    if is_jit_tracing():
+        return False
     try:
         _WithoutContext.apply(torch.empty(0))
     except RuntimeError:

@@ -39,26 +39,22 @@ def routines(form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs
     # The hand-made passes take the row's highest logit for the one at which phi is largest.
     if form not in (LOGISTIC, RELU, SOFTCAP) or logits_like.device.type != "cpu" or not properties.is_increasing:
         return FormRows(form, arguments, logits_like, needs_arguments)
-    fast = _fast_rows(form, properties, needs_arguments)
+    fast = None if needs_arguments else _fast_rows(form, properties)
     if fast is not None:
         return fast(arguments, logits_like)
     slower = LogisticRows if form is LOGISTIC else functools.partial(FormRows, form)
     return slower(arguments, logits_like, needs_arguments)
 
 
-def _fast_rows(
-    form: Form, properties: Properties, needs_arguments: bool
-) -> Callable[[Sequence[Tensor], Tensor], RowRoutines] | None:
-    """The passes for scalar arguments; None where there are none."""
-    if properties.is_softmax and not needs_arguments:
+def _fast_rows(form: Form, properties: Properties) -> Callable[[Sequence[Tensor], Tensor], RowRoutines] | None:
+    """The passes for fixed scalar arguments; None where there are none."""
+    if properties.is_softmax:
         return SoftmaxRows
     if None in properties.values:
         return None
     if form is not LOGISTIC:
-        return None if needs_arguments else ReluRows if form is RELU else SoftcapRows
+        return ReluRows if form is RELU else SoftcapRows
     alpha, beta = (float(value or 0.0) for value in properties.values[:2])
     special = {(1.0, 1.0): SigsoftmaxRows, (0.0, 1.0): SigmoidRows, (1.0, -1.0): ShiftedExpRows}
-    if (alpha, beta) in special and not needs_arguments:
-        return special[alpha, beta]
-    has_powers = alpha > 0.0 and alpha + beta > 0.0 and abs(beta) <= LARGEST_POWER
-    return functools.partial(PowerRows, needs_arguments=needs_arguments) if has_powers else None
+    powers = PowerRows if alpha == 1.0 and abs(beta) <= LARGEST_POWER else None
+    return special.get((alpha, beta), powers)

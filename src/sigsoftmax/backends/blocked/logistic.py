@@ -25,8 +25,6 @@ LOWEST_SIGMOID = -32.0
 
 FARTHEST_LOGARITHM = 64.0
 """Up to this distance from c a sigmoid in float32 has a logarithm with all digits."""
-FARTHEST_LEARNED = 8.0
-"""Where all rows are farther right of c, the derivatives by beta and c are small beside the rounding of a sigmoid."""
 LARGEST_POWER = 4.0
 """The logarithm of a sigmoid near 1 is off by its rounding, times the power."""
 
@@ -39,11 +37,10 @@ def logistic_target(z_y: Tensor, peak: Tensor, values: Sequence[float]) -> Tenso
     return torch.where(masked, z_y, relative)
 
 
-def target_right_of_c(z_y: Tensor, peak: Tensor, values: tuple[float, float, float]) -> Tensor:
-    """As ``logistic_target`` for targets that are no masks and peaks right of c, in fewer operations."""
-    alpha, beta, c = values
+def target_right_of_c(z_y: Tensor, peak: Tensor, beta: float, c: float) -> Tensor:
+    """phi = z + beta log sigmoid(z - c) of targets that are no masks, less a peak right of c, in fewer operations."""
     x = z_y - c
-    lines = (z_y.clamp(min=c) - peak).mul_(alpha).add_(x.clamp(max=0.0), alpha=alpha + beta)
+    lines = (z_y.clamp(min=c) - peak).add_(x.clamp(max=0.0), alpha=1.0 + beta)
     return lines.add_(F.logsigmoid(x.abs_()), alpha=beta)
 
 
@@ -172,7 +169,7 @@ class ShiftedExpRows(ProbabilityRows):
         p = self._p = torch.softmax(z, -1, out=self._buffer("p", z))
         largest = p.amax(-1, keepdim=True)
         self._total = 1.0 + z.shape[-1] * largest * torch.exp(self.c - peak)
-        target = target_right_of_c(self._z_y, peak, (1.0, -1.0, self.c)) if has_index else None
+        target = target_right_of_c(self._z_y, peak, -1.0, self.c) if has_index else None
         return peak, (self._total / largest).log_(), target
 
     def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
@@ -183,39 +180,30 @@ class ShiftedExpRows(ProbabilityRows):
 
 
 class PowerRows(ProbabilityRows):
-    """g = e^(alpha z) s^beta with s = sigmoid(z - c) for scalars, fixed or learned: a sigmoid and a logarithm each.
+    """g = e^z s^beta with s = sigmoid(z - c) for fixed scalars, with one sigmoid and one logarithm per element.
 
-    The slope alpha + beta - beta s is a sum of positive terms where beta < 0, and else at least alpha. Left of c the
-    terms of phi = alpha z + beta log s have different signs where beta < 0, and digits only while both are small.
+    Its slope 1 + beta - beta s is a sum of positive terms where beta < 0, and else at least 1. Left of c the terms of
+    phi = z + beta log s have different signs where beta < 0, and digits only while both are small.
     """
 
-    def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool = False) -> None:
-        super().__init__(logits_like, LogisticRows(arguments, logits_like, needs_arguments))
-        self.needs_arguments = needs_arguments
-        self.alpha, self.beta, self.c = (float(a) for a in arguments)
-        self.left_slope = self.alpha + self.beta
-        self.highest = MOST_PHI / max(1.0, self.alpha)
-        self.most_left = self.highest if self.beta < 0.0 else FARTHEST_LOGARITHM
+    def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor) -> None:
+        super().__init__(logits_like, LogisticRows(arguments, logits_like))
+        _, self.beta, self.c = (float(a) for a in arguments)
+        self.left_slope = 1.0 + self.beta
+        self.most_left = MOST_PHI if self.beta < 0.0 else FARTHEST_LOGARITHM
 
     def _probabilities(self, z: Tensor, peak: Tensor, has_index: bool) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        if z.numel() == 0 or not self.c <= float(peak.amin()) <= float(peak.amax()) <= self.highest:
-            return None
-        if self.needs_arguments and float(peak.amin()) > self.c + FARTHEST_LEARNED:
+        if z.numel() == 0 or not self.c <= float(peak.amin()) <= float(peak.amax()) <= MOST_PHI:
             return None
         if not self.c - float(z.amin()) <= self.most_left:
             return None
         f, sigmoid = self._buffer("f", z), self._buffer("sigmoid", z)
         x = z if self.c == 0.0 else torch.sub(z, self.c, out=sigmoid)
-        self._z, self._sigmoid = z, torch.sigmoid(x, out=sigmoid)
-        self._log = torch.log(sigmoid, out=self._buffer("log", z) if self.needs_arguments else f)
-        if self.alpha == 1.0:
-            torch.add(z, self._log, alpha=self.beta, out=f)
-        else:
-            torch.mul(self._log, self.beta, out=f).add_(z, alpha=self.alpha)
+        self._sigmoid = torch.sigmoid(x, out=sigmoid)
+        torch.add(z, torch.log(sigmoid, out=f), alpha=self.beta, out=f)
         self._f = torch.softmax(f, -1, out=f)
         normalizer = F.logsigmoid(peak - self.c).mul_(self.beta) - f.amax(-1, keepdim=True).log_()
-        target = target_right_of_c(self._z_y, peak, (self.alpha, self.beta, self.c)) if has_index else None
-        return self.alpha * peak, normalizer, target
+        return peak, normalizer, target_right_of_c(self._z_y, peak, self.beta, self.c) if has_index else None
 
     def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
         values = self._f.addcmul_(self._f, self._sigmoid, value=-self.beta / self.left_slope)
@@ -223,21 +211,6 @@ class PowerRows(ProbabilityRows):
 
     def _target_slope(self) -> Tensor:
         return torch.sigmoid(self._z_y - self.c).mul_(-self.beta).add_(self.left_slope)
-
-    def _fast_gradient(self, targets: RowTargets, coefficients: RowCoefficients, out_RV: Tensor) -> None:
-        if self.needs_arguments:
-            means_R = (torch.linalg.vecdot(self._f, by) for by in (self._z, self._log, self._sigmoid))
-            self._add_argument_gradients(coefficients.normalizer, *means_R)
-            if targets.index_R is not None and coefficients.target is not None:
-                z_y, x_y = self._z_y.squeeze(-1), (self._z_y - self.c).squeeze(-1)
-                self._add_argument_gradients(coefficients.target, z_y, F.logsigmoid(x_y), torch.sigmoid(x_y))
-        super()._fast_gradient(targets, coefficients, out_RV)
-
-    def _add_argument_gradients(self, by_phi_R: Tensor, z_R: Tensor, log_R: Tensor, sigmoid_R: Tensor) -> None:
-        by_alpha, by_beta, by_c = self.argument_gradients()
-        by_alpha += torch.dot(by_phi_R, z_R)
-        by_beta += torch.dot(by_phi_R, log_R)
-        by_c -= self.beta * torch.dot(by_phi_R, 1.0 - sigmoid_R)
 
 
 class LogisticRows(FastRows):
@@ -250,8 +223,6 @@ class LogisticRows(FastRows):
         self.alpha, self.beta, self.c = slower.arguments
         self.has_shared_c = slower.kinds[2] is ParameterKind.SCALAR
         self.centre = self.c.mean()
-        # Left of c, and right of it.
-        self.slopes = (float(self.alpha + self.beta), float(self.alpha))
         self.is_concave = slower.properties.is_concave is True
         # Beyond it a gap times a slope could overflow, and 0 * inf is NaN.
         self.limit = torch.finfo(self.dtype).max / (8.0 * max(1.0, slower.properties.steepest))
@@ -264,24 +235,22 @@ class LogisticRows(FastRows):
         x = self._x = torch.sub(z, self.c, out=self._buffer("x", z))
         # log sigmoid(x) = min(x, 0) - log(1 + e^-|x|); the lines are those of the form's ``relative``.
         tail = self._buffer("tail", z)
-        torch.log1p(torch.abs(x, out=tail).neg_().exp_(), out=tail)
-        right = self._gap = torch.sub(z, peak, out=self._buffer("gap", z))
+        torch.log1p(torch.abs(x, out=tail).neg_().exp_(), out=tail).neg_()
+        relative = torch.sub(z, peak, out=self._buffer("relative", z))
         if self.needs_arguments:
-            self._log_sigmoid = torch.clamp(x, max=0.0, out=self._buffer("log_sigmoid", z)).sub_(tail)
+            self._gap = self._buffer("gap", z).copy_(relative).clamp_(min=torch.finfo(self.dtype).min)
+            self._log_sigmoid = torch.clamp(x, max=0.0, out=self._buffer("log_sigmoid", z)).add_(tail)
             self._peak = peak
-        relative = self._buffer("relative", z)
-        if self.slopes[1] != 1.0:
-            right = torch.mul(right, self.alpha, out=relative)
         # phi follows the lower one of its two lines where it is concave, and else the upper one.
-        f = self._buffer("f", z)
+        left = torch.mul(x, self.alpha + self.beta, out=self._buffer("f", z))
         if self.has_shared_c:
-            left = torch.add(self.alpha * (self.c - peak), x, alpha=self.slopes[0], out=f)
+            left.sub_(self.alpha * (peak - self.c))
         else:
-            left = torch.add(self.alpha * self.c, x, alpha=self.slopes[0], out=f).sub_(self.alpha * peak)
+            left.add_(self.alpha * self.c).sub_(self.alpha * peak)
         choose = torch.minimum if self.is_concave else torch.maximum
-        choose(left, right, out=relative).sub_(tail, alpha=float(self.beta))
+        choose(left, relative.mul_(self.alpha), out=relative).add_(tail.mul_(self.beta))
         top = relative.amax(-1, keepdim=True)
-        self._f = torch.softmax(relative, -1, out=f)
+        f = self._f = torch.softmax(relative, -1, out=self._buffer("f", z))
         normalizer = top - f.amax(-1, keepdim=True).log_()
         at_dense = None
         if targets.dense is not None:
