@@ -33,8 +33,8 @@ KERNELS = {
 STATISTICS = {"losses/token_statistics.py", "losses/statistics_op.py"}
 """public functions of token statistics, and the schema of their op: they share some options with losses"""
 MIXED_PROBABILITY = {
+    "backends/chunked/log_probs.py",
     "backends/chunked/loop.py",
-    "backends/chunked/every_class.py",
     "backends/chunked/mixture.py",
     "contract/normalizing.py",
     "losses/log_probs_op.py",

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.chunked.every_class import ROWS, EveryClassPath
 from sigsoftmax.backends.chunked.form_rows import FormRows
+from sigsoftmax.backends.chunked.log_probs import ROWS, EveryClassPath
 from sigsoftmax.contract import value_checks
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import MIB, LossPath, LossResults, Problem, Refusal
