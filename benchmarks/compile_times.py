@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import MEMBERS, RECORDS, Measurement, environment, table
+from measuring import MEMBERS, RECORDS, Measurement, measured_once, store, table
 
 import sigsoftmax
-from sigsoftmax import OutputFunction, records
+from sigsoftmax import OutputFunction
 
 V, D, K = 128_256, 64, 4
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -86,22 +86,6 @@ ALL_PROGRAMS: dict[str, Callable[[str], None]] = {
 }
 
 
-def _measurement(suite: str, case: str, name: str, milliseconds: float, **fields: Any) -> Measurement:
-    return Measurement(
-        suite=suite,
-        case=case,
-        implementation=name,
-        baseline=name,
-        milliseconds=milliseconds,
-        milliseconds_quartiles=(milliseconds, milliseconds),
-        ratio=1.0,
-        ratio_quartiles=(1.0, 1.0),
-        peak_mib=None,
-        rounds=1,
-        **fields,
-    )
-
-
 def without_a_device(names: list[str] | None = None) -> list[Measurement]:
     import kernel_launches
 
@@ -117,7 +101,7 @@ def without_a_device(names: list[str] | None = None) -> list[Measurement]:
                     known[key] = kernel_launches.compiled(launch, Path(folder))
                 kernels.append(known[key])
             found.append(
-                _measurement(
+                measured_once(
                     "compiling",
                     "compiling Triton kernels for sm_90, without a GPU",
                     name,
@@ -151,7 +135,7 @@ def on_the_device() -> list[Measurement]:
             raise RuntimeError(f"{name}:\n{complained[-2000:]}")
         answer = json.loads(said.splitlines()[-1])
         found.append(
-            _measurement(
+            measured_once(
                 "gpu",
                 "compiling Triton kernels from an empty cache",
                 name,
@@ -207,8 +191,7 @@ def main() -> int:
     print(table(measured))
     out = options.out or (None if options.only else RECORDS / "compiling.jsonl")
     if out is not None:
-        where = environment()
-        records.store(out, [records.Record.of(m, where) for m in measured])
+        store(out, measured)
     return 0
 
 

@@ -22,15 +22,14 @@ from measuring import (
     Step,
     cpu_milliseconds,
     cpu_peak_mib,
-    environment,
-    table,
+    measured_once,
+    show_and_store,
     take_turns,
 )
 from torch import Tensor
 from torch.nn import functional as F
 
 import sigsoftmax
-from sigsoftmax import records
 
 Loss = Callable[..., Tensor]
 
@@ -170,19 +169,12 @@ def flat_memory(sizes: tuple[int, ...], features: int, classes: int) -> Iterator
         loss = functools.partial(sigsoftmax.linear_cross_entropy, hidden, weight, target, function="sigsoftmax")
         step = Step(loss, [hidden, weight])
         peak_mib = cpu_peak_mib(step)
-        milliseconds = cpu_milliseconds(step)
-        name = f"ours sigsoftmax, N={tokens}"
-        yield Measurement(
-            suite="cpu",
-            case=f"memory as N grows, linear cross-entropy, d={features} V={classes}",
-            implementation=name,
-            baseline=name,
-            milliseconds=milliseconds,
-            milliseconds_quartiles=(milliseconds, milliseconds),
-            ratio=1.0,
-            ratio_quartiles=(1.0, 1.0),
+        yield measured_once(
+            "cpu",
+            f"memory as N grows, linear cross-entropy, d={features} V={classes}",
+            f"ours sigsoftmax, N={tokens}",
+            cpu_milliseconds(step),
             peak_mib=peak_mib,
-            rounds=1,
             target="flat, <= 64 MiB",
         )
 
@@ -239,15 +231,7 @@ def main() -> None:
     labels = [label for label in chosen if options.only in label]
     if not labels:
         parser.error(f"--only {options.only!r} is part of no label; the labels are: {', '.join(chosen)}")
-    measurements: list[Measurement] = []
-    for label in labels:
-        measured = chosen[label]()
-        print(f"\n{measured[0].case}\n{table(measured)}", flush=True)
-        measurements += measured
-    if options.out is not None:
-        where = environment()
-        records.store(options.out, [records.Record.of(m, where) for m in measurements])
-        print(f"\n{len(measurements)} records in {options.out}")
+    show_and_store((chosen[label]() for label in labels), options.out)
 
 
 if __name__ == "__main__":

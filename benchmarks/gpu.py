@@ -27,9 +27,7 @@ import torch
 from gpu_losses import Peers
 from gpu_machine import Machine
 from gpu_mixtures import Mixture, mixture_case
-from measuring import RECORDS, Measurement, environment, table
-
-from sigsoftmax import records
+from measuring import RECORDS, Measurement, store, table
 
 Job = Callable[[], list[Measurement]]
 FAST, LARGE, EXACT, DEFAULT = (f"ours sigsoftmax, {way}" for way in ("fast", "fast, 1 GiB", "exact", "default"))
@@ -257,8 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not measured:
             failed.append(label)
         elif out is not None:
-            where = environment(machine.device)
-            records.store(out, [records.Record.of(m, where) for m in measured])
+            store(out, measured, machine.device)
     print(f"{len(labels)} cases in {time.perf_counter() - start:.0f} s; failed: {', '.join(failed) or 'none'}")
     return int(bool(failed))
 

@@ -13,11 +13,12 @@ from gpu_losses import (
     linear_losses,
     ours_linear,
     step_of,
+    those_that_work,
     torch_linear,
     torch_linear_of,
     under_autocast,
 )
-from gpu_machine import SUITE, Machine, works
+from gpu_machine import SUITE, Machine
 from gpu_problems import DEVIATIONS, Implementation, Problem, linear_problem, relative_errors
 from measuring import MIB, Case, Measurement, Products, Step
 from torch import Tensor
@@ -93,11 +94,8 @@ def time_against_memory(
         for mode in MODES
         for mib in chunks_mib
     }
-    losses = {
-        name: loss
-        for name, loss in losses.items()
-        if loss.function == "softmax" and works(machine, name, lambda loss=loss: problem.gradients(loss.loss))
-    }
+    losses = {name: loss for name, loss in losses.items() if loss.function == "softmax"}
+    losses = those_that_work(machine, losses, problem)
     machine.empty_cache()
     case = Case(
         suite=SUITE,
@@ -123,12 +121,7 @@ def bfloat16_weights(
 
     kinds = {"peaked": make} if peaked else of_deviations(make)
     problem = make()
-    losses = linear_losses(machine, peers) | ours()
-    losses = {
-        name: loss
-        for name, loss in losses.items()
-        if works(machine, name, lambda loss=loss: problem.gradients(loss.loss))
-    }
+    losses = those_that_work(machine, linear_losses(machine, peers) | ours(), problem)
     # Plain torch is what errors are relative to.
     errors = relative_errors({name: loss for name, loss in losses.items() if name != "torch softmax"}, kinds)
     machine.empty_cache()
@@ -178,19 +171,13 @@ def small(machine: Machine, peers: Peers, shape: Shape, rounds: int) -> list[Mea
         return linear_problem(machine.device, *shape, deviation=deviation)
 
     problem = make()
-    losses = linear_losses(machine, peers)
-    losses = {
-        name: loss
-        for name, loss in losses.items()
-        if works(machine, name, lambda loss=loss: problem.gradients(loss.loss))
-    }
+    losses = those_that_work(machine, linear_losses(machine, peers), problem)
     losses |= {"ours sigsoftmax": ours_linear("sigsoftmax"), "ours softmax": ours_linear("softmax")}
     errors = relative_errors(
         {name: loss for name, loss in losses.items() if name != "torch softmax"}, of_deviations(make)
     )
     steps = {name: step_of(loss.loss, problem) for name, loss in losses.items()}
     for name in ("torch softmax", "ours sigsoftmax", "ours softmax"):
-        steps[name]()
         steps[f"{name} in a CUDA graph"] = machine.captured(steps[name])
     case = Case(
         suite=SUITE,
@@ -218,14 +205,11 @@ def recomputing(machine: Machine, shape: Shape, rounds: int) -> list[Measurement
         FLOOR: three_products(problem.hidden, problem.weight),
         "ours sigsoftmax": step_of(ours_linear("sigsoftmax").loss, problem),
     }
-    for name in list(steps):
-        steps[name]()
-        steps[name] = machine.captured(steps[name])
     case = Case(
         suite=SUITE,
         name=f"keeping a slab of logits, or none: in CUDA graphs, bf16, {shape_text(shape)}",
         baseline=five,
-        implementations=steps,
+        implementations={name: machine.captured(step) for name, step in steps.items()},
         targets={},
     )
     return machine.measured(case, rounds)
@@ -238,7 +222,6 @@ def beside_sigsoftmax(machine: Machine, shape: Shape, rounds: int) -> list[Measu
     for function in ("sigsoftmax", "softmax"):
         name = f"ours {function}"
         steps[name] = step_of(ours_linear(function, "fast", SLABS_MIB["fast"]).loss, problem)
-        steps[name]()
         steps[f"{name} in a CUDA graph"] = machine.captured(steps[name])
     case = Case(
         suite=SUITE,

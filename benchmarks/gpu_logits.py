@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
-from gpu_losses import Peers, logits_losses, ours_logits, step_of
-from gpu_machine import SUITE, Machine, works
+from gpu_losses import Peers, logits_losses, ours_logits, step_of, those_that_work
+from gpu_machine import SUITE, Machine
 from gpu_problems import DEVIATIONS, Problem, logits_problem, relative_errors
 from measuring import MEMBERS, Case, Measurement, Products, Step
 
@@ -44,11 +44,7 @@ def whole_steps(
     else:
         kinds = random_logits(machine, tokens, classes)
     first = next(iter(kinds.values()))()
-    losses = {
-        name: loss
-        for name, loss in logits_losses(machine, peers).items()
-        if works(machine, name, lambda loss=loss: first.gradients(loss.loss))
-    }
+    losses = those_that_work(machine, logits_losses(machine, peers), first)
     errors = relative_errors(losses, kinds)
     machine.empty_cache()
     steps = {name: step_of(loss.loss, first) for name, loss in losses.items()}
@@ -108,10 +104,7 @@ def device_alone(machine: Machine, tokens: int, classes: int, rounds: int) -> li
         k = torch.full((), 0.5, device=machine.device, requires_grad=True)
         c = torch.zeros(shape, device=machine.device, requires_grad=True)
         steps[f"ours gss with {name}"] = step_of(ours_logits(OutputFunction("gss", k=k, c=c)), problem, k, c)
-    replays: dict[str, Step] = {}
-    for name, step in steps.items():
-        step()
-        replays[name] = machine.captured(step)
+    replays: dict[str, Step] = {name: machine.captured(step) for name, step in steps.items()}
     copied = torch.empty_like(problem.hidden)
     replays["a copy: one read and one write of the logits"] = machine.captured(
         Products(lambda: copied.copy_(problem.hidden.detach()), [])

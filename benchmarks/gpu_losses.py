@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gpu_machine import Machine
@@ -136,37 +137,45 @@ def torch_linear_of(function: str, loss: Loss) -> Callable[[Problem], Tensor]:
 
 
 def ours_linear(function: str, weight_gradient: str = "auto", slab_mib: float | None = None) -> Implementation:
-    def loss(p: Problem) -> Tensor:
-        assert p.weight is not None
-        return sigsoftmax.linear_cross_entropy(
-            p.hidden,
-            p.weight,
-            p.target,
-            function=function,
-            linear_bias=p.bias,
-            weight_gradient=weight_gradient,
-            chunk_bytes=None if slab_mib is None else int(slab_mib * MIB),
-        )
-
-    return Implementation(function, loss)
+    options = _options(function, weight_gradient, slab_mib)
+    return Implementation(
+        function,
+        lambda p: sigsoftmax.linear_cross_entropy(p.hidden, p.weight, p.target, linear_bias=p.bias, **options),
+    )
 
 
 def ours_mixture(function: str, weight_gradient: str = "auto", slab_mib: float | None = None) -> Implementation:
-    def loss(p: Problem) -> Tensor:
-        assert p.weight is not None
-        assert p.prior is not None
-        return sigsoftmax.mixture_cross_entropy(
-            p.hidden,
-            p.prior,
-            p.weight,
-            p.target,
-            function=function,
-            linear_bias=p.bias,
-            weight_gradient=weight_gradient,
-            chunk_bytes=None if slab_mib is None else int(slab_mib * MIB),
-        )
+    options = _options(function, weight_gradient, slab_mib)
+    return Implementation(
+        function,
+        lambda p: sigsoftmax.mixture_cross_entropy(
+            p.hidden, p.prior, p.weight, p.target, linear_bias=p.bias, **options
+        ),
+    )
 
-    return Implementation(function, loss)
+
+def _options(function: str, weight_gradient: str, slab_mib: float | None) -> dict[str, Any]:
+    chunk_bytes = None if slab_mib is None else int(slab_mib * MIB)
+    return {"function": function, "weight_gradient": weight_gradient, "chunk_bytes": chunk_bytes}
+
+
+def those_that_work(
+    machine: Machine, losses: Mapping[str, Implementation], problem: Problem
+) -> dict[str, Implementation]:
+    """The losses that run here; of a peer that does not support this torch or device it is said why."""
+    found = {}
+    for name, loss in losses.items():
+        try:
+            problem.gradients(loss.loss)
+            machine.synchronize()
+        except Exception as error:  # whatever a peer raises, the others are measured
+            if name.startswith("ours"):
+                raise
+            reason = str(error).strip().splitlines()[-1][:120] if str(error).strip() else type(error).__name__
+            print(f"{name} is left out: {reason}", flush=True)
+        else:
+            found[name] = loss
+    return found
 
 
 def under_autocast(machine: Machine, implementation: Implementation) -> Implementation:

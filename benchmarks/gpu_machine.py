@@ -59,6 +59,7 @@ class Machine:
         """The step as a graph: the device's time without the host's."""
         if not self.is_cuda:
             return Replay(lambda: step() or torch.empty(0), [])
+        step()  # compiles kernels, which cannot be done while a stream is captured
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -115,20 +116,6 @@ class Machine:
             gradient_errors=errors,
             host_microseconds=host,
         )
-
-
-def works(machine: Machine, name: str, run: Callable[[], object]) -> bool:
-    """Whether an implementation runs here; a peer may not support this torch or device, and then says why."""
-    try:
-        run()
-        machine.synchronize()
-    except Exception as error:  # whatever a peer raises, the others are measured
-        if name.startswith("ours"):
-            raise
-        reason = str(error).strip().splitlines()[-1][:120] if str(error).strip() else type(error).__name__
-        print(f"{name} is left out: {reason}", flush=True)
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -23,20 +23,10 @@ from typing import Any
 
 import torch
 import transformers
-from measuring import (
-    RECORDS,
-    Case,
-    Measurement,
-    Step,
-    cpu_peak_mib,
-    environment,
-    table,
-    take_turns,
-)
+from measuring import RECORDS, Case, Measurement, Step, cpu_peak_mib, show_and_store, take_turns
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax import records
 from sigsoftmax.integrations.huggingface import apply_output_function
 
 FUNCTIONS = ("softmax", "sigsoftmax", "gss(k=0.2)", "shifted_sigsoftmax(b=8)")
@@ -112,15 +102,8 @@ def main() -> None:
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", message=".*TF32.*")
     sizes = [(2, 8, 16, 96)] if options.smoke else [(4, 128, 64, 128_256), (4, 128, 256, 128_256)]
-    measurements: list[Measurement] = []
-    for size in sizes:
-        results = measured(step_case(*size), 2 if options.smoke else options.rounds)
-        print(f"\n{results[0].case}\n{table(results)}", flush=True)
-        measurements += results
-    if options.out is not None:
-        where = environment()
-        records.store(options.out, [records.Record.of(m, where) for m in measurements])
-        print(f"\n{len(measurements)} records in {options.out}")
+    rounds = 2 if options.smoke else options.rounds
+    show_and_store((measured(step_case(*size), rounds) for size in sizes), options.out)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from sigsoftmax import records
 from sigsoftmax.records import Environment, targets
 from sigsoftmax.records.schemas.speed import Measurement
 
@@ -150,6 +152,20 @@ def take_turns(
     return results
 
 
+def measured_once(suite: str, case: str, name: str, milliseconds: float, **fields: Any) -> Measurement:
+    """A measurement without rounds, its ratio that to itself unless ``fields`` name another baseline."""
+    alone = {"baseline": name, "ratio": 1.0, "ratio_quartiles": (1.0, 1.0), "peak_mib": None}
+    return Measurement(
+        suite=suite,
+        case=case,
+        implementation=name,
+        milliseconds=milliseconds,
+        milliseconds_quartiles=(milliseconds, milliseconds),
+        rounds=1,
+        **{**alone, **fields},
+    )
+
+
 def cpu_milliseconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
@@ -223,6 +239,23 @@ def environment(device: torch.device | str = "cpu") -> Environment:
     script = Path(sys.argv[0]).name
     command = f"python benchmarks/{script} {shlex.join(sys.argv[1:])}".strip()
     return dataclasses.replace(Environment.here(device), command=command)
+
+
+def store(out: Path, measurements: Iterable[Measurement], device: torch.device | str = "cpu") -> None:
+    """Write what was measured here; earlier records of a case stay if they have implementations that these lack."""
+    where = environment(device)
+    records.store(out, [records.Record.of(m, where) for m in measurements])
+
+
+def show_and_store(cases: Iterable[list[Measurement]], out: Path | None) -> None:
+    """Print the table of each case as soon as it is measured; write the records of all where ``out`` is a file."""
+    found: list[Measurement] = []
+    for measured in cases:
+        print(f"\n{measured[0].case}\n{table(measured)}", flush=True)
+        found += measured
+    if out is not None:
+        store(out, found)
+        print(f"\n{len(found)} records in {out}")
 
 
 FURTHER = (

@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from measuring import MIB, RECORDS, Measurement, environment
+from measuring import MIB, RECORDS, Measurement, environment, measured_once
 from torch import Tensor
 
 from sigsoftmax import records
@@ -174,18 +174,16 @@ def run(name: str, device_name: str, threads: int) -> list[tuple[Payload, str]]:
         target = dict(case.targets).get(device.type, "")
         parts = {**clock.seconds, "total": clock.total}
         for part, seconds in parts.items():
-            milliseconds, share = 1e3 * seconds, seconds / clock.total
-            measurement = Measurement(
-                suite="spectrum",
-                case=case.title(function),
-                implementation=part,
+            share = seconds / clock.total
+            measurement = measured_once(
+                "spectrum",
+                case.title(function),
+                part,
+                1e3 * seconds,
                 baseline="total",
-                milliseconds=milliseconds,
-                milliseconds_quartiles=(milliseconds, milliseconds),
                 ratio=share,
                 ratio_quartiles=(share, share),
                 peak_mib=peak_mib(device) if part == "total" else None,
-                rounds=1,
             )
             memory = "" if measurement.peak_mib is None else f", peak {measurement.peak_mib / 1024:.2f} GiB"
             if part == "total" and device.type == "cpu":
