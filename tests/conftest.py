@@ -1,8 +1,10 @@
 """What every test stands on: the CPU settings torch needs, a fixed seed, and a family left as it was found."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # torch 2.13's half-precision products fail on CPUs that advertise AMX unless oneDNN is told to leave it alone. It
 # reads this at the first product, so it is set before torch is imported; child processes inherit it.
@@ -16,6 +18,13 @@ import torch
 from tests.covering import RUNS_ALL, left_out
 
 from sigsoftmax.family import members
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# What another browser would do on its own: nothing of it belongs to a page.
+BROWSER_ARGUMENTS = ("--no-sandbox", "--disable-background-networking", "--disable-component-update", "--no-first-run")
 
 # A shell starts background jobs with SIGINT ignored, and child processes inherit that: tests that interrupt one would
 # fail there. A signal that is handled, in contrast, is back to its default in children.
@@ -56,3 +65,19 @@ def _registered_functions_do_not_outlive_their_test() -> Iterator[None]:
         registry.clear()
         registry.update(entries)
     members._parsed_once.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    """A Chromium: Debian's package, or what `playwright install chromium` brings."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    installed = next(filter(None, map(shutil.which, BROWSERS)), None)
+    with api.sync_playwright() as playwright:
+        try:
+            opened = playwright.chromium.launch(executable_path=installed, args=list(BROWSER_ARGUMENTS))
+        except api.Error as error:
+            if os.environ.get("REQUIRE_BROWSER"):
+                raise
+            pytest.skip(f"no Chromium to open pages in: {str(error).splitlines()[0]}")
+        yield opened
+        opened.close()

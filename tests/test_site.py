@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zlib
@@ -122,23 +121,6 @@ def address(site: Path) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator["api.Browser"]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    from tests.report.test_browser import ARGUMENTS, PROGRAMS
-
-    installed = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    with api.sync_playwright() as playwright:
-        try:
-            opened = playwright.chromium.launch(executable_path=installed, args=ARGUMENTS)
-        except api.Error as error:
-            if os.environ.get("REQUIRE_BROWSER"):
-                raise
-            pytest.skip(f"no Chromium to open the site in: {str(error).splitlines()[0]}")
-        yield opened
-        opened.close()
 
 
 class _Watched:

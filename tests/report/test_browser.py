@@ -3,8 +3,6 @@
 Needs playwright and a Chromium: Debian's package, or what `playwright install chromium` brings.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,24 +15,7 @@ from sigsoftmax.report import ReportConfig, write_report
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# What another browser would do on its own: nothing of it belongs to the page.
-ARGUMENTS = ["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--no-first-run"]
 DRAWN = "html[data-drawn=all]"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator["api.Browser"]:
-    installed = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    with api.sync_playwright() as playwright:
-        try:
-            opened = playwright.chromium.launch(executable_path=installed, args=ARGUMENTS)
-        except api.Error as error:
-            if os.environ.get("REQUIRE_BROWSER"):
-                raise
-            pytest.skip(f"no Chromium to test the page in: {str(error).splitlines()[0]}")
-        yield opened
-        opened.close()
 
 
 class Tab:
