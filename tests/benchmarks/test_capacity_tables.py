@@ -5,6 +5,7 @@ from pathlib import Path
 import capacity_tables
 import pytest
 from capacity_tables import Fits
+from tests.records import samples
 
 from sigsoftmax.records import Record, append
 from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
@@ -12,7 +13,7 @@ from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
 
 def fit(head: str, seed: int, fitted: float, *, kl: float | None = None, worst: float | None = None, width: int = 8):
     numbers = 4 * width + 3 if head.startswith("mos") else width
-    return CapacityResult(
+    return samples.capacity(
         language=f"20 topics, sharpness 10, seed {seed}",
         contexts=200,
         words=100,
@@ -27,11 +28,7 @@ def fit(head: str, seed: int, fitted: float, *, kl: float | None = None, worst: 
         numbers_per_context=numbers,
         output_parameters=100 * (width + 1),
         rank_bound=100,
-        rank=10,
         rank_threshold=1.0,
-        singular_values=tuple(10.0 ** (1 - place) for place in range(100)),
-        seed=0,
-        seconds=1.0,
     )
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("sklearn")
 import classifiers as study
 import classifiers_page as page
 from examples import digits_classifier as example
+from tests.records import samples
 
 from sigsoftmax.records.schemas.classifiers import Attempt, Calibration, ClassifierResult, ConfidenceBin
 from sigsoftmax.records.statistics import student_quantile
@@ -19,26 +20,14 @@ from sigsoftmax.records.statistics import student_quantile
 
 def result(head: str, width: int, seed: int, loss: float) -> ClassifierResult:
     bins = (ConfidenceBin(low=0.0, high=1.0, count=36, confidence=0.9, accuracy=0.8),)
-    return ClassifierResult(
-        dataset="digits",
-        classes=10,
-        train=120,
-        valid=40,
-        test=40,
+    return samples.classifier(
         head=head,
         width=width,
         seed=seed,
-        parameters=100,
-        head_parameters=10,
-        epochs=3,
         attempts=(Attempt(learning_rate=0.1, valid_loss=None, best_epoch=0),),
-        learning_rate=0.1,
         valid_loss=loss,
         test_loss=loss,
-        accuracy=0.8,
         calibration=Calibration(expected_error=0.1, brier=0.3, bins=bins),
-        learned={},
-        seconds=1.0,
     )
 
 

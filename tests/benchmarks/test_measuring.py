@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from measuring import MIB, RECORDS, Case, Measurement, Step, cpu_peak_mib, table, take_turns
+from tests.records import samples
 
 from sigsoftmax.records import read, targets
 
@@ -77,19 +78,8 @@ def test_peak_memory_leaves_out_inputs_and_gradients():
 
 
 def measured(name: str = "ours", **fields: object) -> Measurement:
-    common = Measurement(
-        suite="cpu",
-        case="case",
-        implementation=name,
-        baseline="base",
-        milliseconds=10.0,
-        milliseconds_quartiles=(9.0, 11.0),
-        ratio=0.5,
-        ratio_quartiles=(0.4, 0.6),
-        peak_mib=50.0,
-        rounds=3,
-    )
-    return dataclasses.replace(common, **fields)  # type: ignore[arg-type]
+    common = {"case": "case", "baseline": "base", "ratio": 0.5, "ratio_quartiles": (0.4, 0.6), "rounds": 3}
+    return samples.measurement(implementation=name, **{**common, **fields})
 
 
 @pytest.mark.parametrize(

@@ -8,20 +8,13 @@ import pytest
 import time_memory
 import write_overview
 from overview import LINEAR, LOGITS, PEAKED, Suites
+from tests.records import samples
 from write_docs import CaseResult
 
-from sigsoftmax.records import Environment
 from sigsoftmax.records.schemas.speed import Measurement
 
-PLACE = Environment(
-    package_version="0.1.0",
-    python_version="3.12",
-    torch_version="2.11",
-    system="Linux",
-    device="a GPU",
-    threads=1,
-    command="python benchmarks/gpu.py",
-    time_utc="2026-01-01",
+PLACE = replace(
+    samples.environment("python benchmarks/gpu.py", device="a GPU"),
     commit="0123456789",
     clean=True,
     libraries=("triton 3.6.0", "liger-kernel 0.8.5"),
@@ -29,17 +22,13 @@ PLACE = Environment(
 
 
 def measurement(case: str, implementation: str, milliseconds: float, mib: float | None = 1.0, **more) -> Measurement:
-    return Measurement(
+    return samples.measurement(
         suite="gpu",
         case=case,
         implementation=implementation,
-        baseline="torch softmax",
         milliseconds=milliseconds,
         milliseconds_quartiles=(milliseconds, milliseconds),
-        ratio=1.0,
-        ratio_quartiles=(1.0, 1.0),
         peak_mib=mib,
-        rounds=1,
         **more,
     )
 

@@ -4,6 +4,7 @@ import dataclasses
 import sys
 
 import pytest
+from tests.records import samples
 
 from sigsoftmax.analysis.capacity.curves import CapacityConfig
 from sigsoftmax.analysis.capacity.lbfgs import Budget
@@ -78,22 +79,9 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path, monkeypatch):
 
 
 def invented(**kl_and_rank: tuple[float, int]) -> list[CapacityResult]:
-    common = {
-        "language": "invented",
-        "contexts": 400,
-        "words": 200,
-        "width": 8,
-        "starts": (),
-        "numbers_per_context": 8,
-        "output_parameters": 1800,
-        "rank_bound": 200,
-        "rank_threshold": 1.0,
-        "singular_values": (1.0,),
-        "seed": 0,
-        "seconds": 1.0,
-    }
     return [
-        CapacityResult(head=head, kl=kl, fitted_kl=kl, rank=rank, **common) for head, (kl, rank) in kl_and_rank.items()
+        samples.capacity(head=head, kl=kl, fitted_kl=kl, rank=rank, rank_bound=200)
+        for head, (kl, rank) in kl_and_rank.items()
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.records import samples
 
 from sigsoftmax.records import Environment, Record, provenance
 from sigsoftmax.records.schemas.capacity import CapacityResult
@@ -94,31 +95,10 @@ def test_libraries_are_named_with_their_versions(monkeypatch: pytest.MonkeyPatch
 
 
 def test_records_before_revisions_are_still_read() -> None:
-    plain = json.loads(Record.of(_payload()).to_json())
+    plain = json.loads(Record.of(samples.capacity()).to_json())
     for name in ("commit", "clean", "libraries"):
         del plain["environment"][name]
     record = Record.from_json(json.dumps({**plain, "schema": 1}))
     assert (record.environment.commit, record.environment.clean, record.environment.libraries) == ("", None, ())
     assert record.environment.revision_text == "commit not recorded"
-    assert record.payload_as(CapacityResult) == _payload()
-
-
-def _payload() -> CapacityResult:
-    return CapacityResult(
-        language="a language",
-        contexts=2,
-        words=2,
-        head="softmax",
-        width=1,
-        kl=0.0,
-        fitted_kl=0.0,
-        starts=(),
-        numbers_per_context=1,
-        output_parameters=4,
-        rank_bound=2,
-        rank=2,
-        rank_threshold=0.0,
-        singular_values=(1.0, 0.5),
-        seed=0,
-        seconds=0.0,
-    )
+    assert record.payload_as(CapacityResult) == samples.capacity()

@@ -4,21 +4,21 @@ import dataclasses
 import multiprocessing
 
 import pytest
+from tests.records import samples
 from tests.report import synthetic_runs
 
 from sigsoftmax.records import Environment, Record, append, read, store
 from sigsoftmax.records.kinds import PAYLOADS
 from sigsoftmax.records.schemas.audits import Audit
 from sigsoftmax.records.schemas.capacity import CapacityResult
-from sigsoftmax.records.schemas.classifiers import Attempt, Calibration, ClassifierResult
 from sigsoftmax.records.schemas.speed import Measurement
-from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
+from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord
 from sigsoftmax.records.schemas.training import EpochRecord
 from sigsoftmax.records.storing import not_covered_later
 
 
 def at(day: int) -> Environment:
-    return synthetic_runs.environment("a command", day=day)
+    return samples.environment("a command", day=day)
 
 
 def stored(path, day, *payloads):
@@ -27,39 +27,16 @@ def stored(path, day, *payloads):
 
 
 def measured(case: str, name: str, *, rounds: int = 15, milliseconds: float = 1.0) -> Measurement:
-    return Measurement(
-        suite="gpu",
-        case=case,
-        implementation=name,
-        baseline="a",
-        milliseconds=milliseconds,
-        milliseconds_quartiles=(1.0, 1.0),
-        ratio=1.0,
-        ratio_quartiles=(1.0, 1.0),
-        peak_mib=None,
-        rounds=rounds,
-    )
+    return samples.measurement(case=case, implementation=name, baseline="a", milliseconds=milliseconds, rounds=rounds)
 
 
 def paired(*seeds: int, mean: float = 0.1) -> PairedDifferenceRecord:
-    return PairedDifferenceRecord(
-        recipe="language-mos",
-        point=(),
-        baseline_recipe="language-softmax",
-        baseline_point=(),
-        quantity="kl",
-        seeds=seeds,
-        mean=mean,
-        deviation=None,
-        low=None,
-        high=None,
-        confidence=0.95,
-    )
+    return samples.paired_difference(seeds=seeds, mean=mean)
 
 
 def audits() -> dict[str, Audit]:
     """A whole audit and others of the same model that found less, each in its own way."""
-    whole = dataclasses.replace(synthetic_runs.audits()[0], bounds=synthetic_runs.rank_bounds()[0])
+    whole = samples.audit(bounds=samples.rank_bounds())
     fits = whole.target.heads
     return {
         "whole": whole,
@@ -94,8 +71,7 @@ LESS = [
 
 
 def fit(kl: float, **changes) -> CapacityResult:
-    some = next(p for p in synthetic_runs.capacities() if isinstance(p, CapacityResult))
-    return dataclasses.replace(some, kl=kl, fitted_kl=kl, **changes)
+    return samples.capacity(kl=kl, fitted_kl=kl, **changes)
 
 
 @pytest.mark.parametrize(("more", "less"), [make() for _, make in LESS], ids=[name for name, _ in LESS])
@@ -109,44 +85,6 @@ def test_less_stands_beside_more_and_more_replaces_less(tmp_path, more, less):
     assert last == ([more] if covers_less else [less, more])
 
 
-def trial() -> TrialRecord:
-    return TrialRecord(
-        run=synthetic_runs.identity("mos(K=4)", 1),
-        point=("training.learning_rate=20",),
-        epochs=3,
-        updates=30,
-        valid_loss=4.0,
-        test_loss=4.1,
-        kl=None,
-        entropy_rate=None,
-        seconds=1.0,
-    )
-
-
-def classifier() -> ClassifierResult:
-    return ClassifierResult(
-        dataset="digits",
-        classes=10,
-        train=100,
-        valid=10,
-        test=10,
-        head="softmax",
-        width=2,
-        seed=1,
-        parameters=50,
-        head_parameters=20,
-        epochs=3,
-        attempts=(Attempt(learning_rate=0.1, valid_loss=1.0, best_epoch=2),),
-        learning_rate=0.1,
-        valid_loss=1.0,
-        test_loss=1.1,
-        accuracy=0.5,
-        calibration=Calibration(expected_error=0.1, brier=0.5, bins=()),
-        learned={},
-        seconds=1.0,
-    )
-
-
 @pytest.mark.parametrize("kind", sorted(PAYLOADS))
 def test_what_is_measured_again_is_there_once(tmp_path, kind):
     made = [
@@ -157,7 +95,7 @@ def test_what_is_measured_again_is_there_once(tmp_path, kind):
         *synthetic_runs.measurements(),
         *synthetic_runs.model_spectra(),
         *synthetic_runs.rank_bounds(),
-        *(paired(1, 2, 3), trial(), classifier(), synthetic_runs.spectrum("a matrix", 20)),
+        *(paired(1, 2, 3), samples.trial(), samples.classifier(), samples.spectrum("a matrix", 20)),
     ]
     payloads = [payload for payload in made if kind == payload.KIND]
     assert payloads

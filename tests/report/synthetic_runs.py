@@ -4,29 +4,18 @@ import math
 import random
 from pathlib import Path
 
-from sigsoftmax.records import Environment, Payload, Record, append
-from sigsoftmax.records.schemas.audits import (
-    ArgmaxCounts,
-    Audit,
-    Bend,
-    GradientShare,
-    HeadAtWidth,
-    LayerDescription,
-    ShareOnLine,
-    TargetResult,
-    Truncation,
-    TruncationPoint,
-)
-from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
+from tests.records import samples
+from tests.records.samples import environment, identity, spectrum
+
+from sigsoftmax.records import Payload, Record, append
+from sigsoftmax.records.schemas.capacity import StartResult
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
-from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
 from sigsoftmax.records.schemas.speed import Measurement
 from sigsoftmax.records.schemas.training import (
     ComparisonRecord,
     DynamicEvaluationRecord,
     EpochRecord,
     EvaluationRecord,
-    RunIdentity,
 )
 
 # Final test perplexity and numerical rank that a head is given.
@@ -40,34 +29,6 @@ PTB = {
 }
 SEEDS = (141, 142, 143)
 GRID = tuple((rate * 1e-5, decay * 1e-3) for decay in (1, 2, 3, 5) for rate in (3, 4, 5, 6, 7, 10))
-
-
-def environment(command: str, *, device: str = "Test CPU", day: int = 1) -> Environment:
-    return Environment(
-        package_version="0.1.0",
-        python_version="3.11.7",
-        torch_version="2.13.0",
-        system="Linux x86_64",
-        device=device,
-        threads=2,
-        command=command,
-        time_utc=f"2026-01-{day:02d}T10:00:00Z",
-    )
-
-
-def identity(head: str, seed: int, *, phase: str = "train", corpus: str = "ptb", **changes: object) -> RunIdentity:
-    short = {"ptb": "ptb", "wikitext-2": "wt2"}.get(corpus, corpus)
-    values: dict[str, object] = {
-        "recipe": f"{short}-{head.partition('(')[0]}",
-        "phase": phase,
-        "head": head,
-        "corpus": corpus,
-        "corpus_checksum": "0123abcd",
-        "seed": seed,
-        "precision": "float32",
-        "parameters": 21_500_620 if head.startswith("mos") else 24_221_600,
-    }
-    return RunIdentity(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def training(heads: dict[str, tuple[float, int]] = PTB, *, corpus: str = "ptb", epochs: int = 24) -> list[Payload]:
@@ -146,29 +107,6 @@ def _dynamic(
     )
 
 
-def spectrum(source: str, rank: int, *, words: int = 2000, contexts: int = 16_000, cliff: bool = False) -> Spectrum:
-    """Falls smoothly through the paper's threshold at the rank, or breaks off there."""
-    threshold = 0.5 * math.sqrt(words + contexts + 1) * 2.0**-23
-    values = []
-    for index in range(1, words + 1):
-        if cliff:
-            values.append(1e4 * (index**-0.8 if index <= rank else 2e-10))
-        else:
-            values.append(1e4 * math.exp(math.log(threshold * 0.999) * (math.log(index) / math.log(rank + 1)) ** 1.6))
-    return Spectrum(
-        source=source,
-        words=words,
-        contexts=contexts,
-        singular_values=tuple(values),
-        method="gram",
-        dtype="float32",
-        precision="float32",
-        squared_error=(1e4 * 2e-9) ** 2,
-        value_error=1e4 * 1e-9,
-        seconds=4.2,
-    )
-
-
 def model_spectra(heads: dict[str, tuple[float, int]] = PTB) -> list[Payload]:
     return [
         ModelSpectrum(
@@ -228,10 +166,7 @@ def capacities() -> list[Payload]:
             kl = max(1e-4, gain * 1.1 * (2.0 / width) ** (0.9 * power) * math.exp(-width / 40.0))
             rank = min(200, width + 2) if head == "softmax" else min(200, 200 if "o" not in head[:2] else 90 + width)
             found.append(
-                CapacityResult(
-                    language="of rank 100",
-                    contexts=400,
-                    words=200,
+                samples.capacity(
                     head=head,
                     width=width,
                     kl=kl,
@@ -248,126 +183,24 @@ def capacities() -> list[Payload]:
                     singular_values=tuple(
                         1e3 * (index**-0.7 if index <= rank or head != "softmax" else 1e-16) for index in range(1, 201)
                     ),
-                    seed=0,
-                    seconds=2.0,
                 )
             )
     return found
 
 
 def audits() -> list[Payload]:
-    layer = LayerDescription(
-        words=128_256,
-        width=2048,
-        has_bias=False,
-        components=1,
-        head="softmax",
-        scale=1.0,
-        how_known="found in the model and checked against its output",
-        dtype="bfloat16",
-    )
-    target = TargetResult(
-        target="the teacher big-model",
-        contexts=400,
-        words=500,
-        all_words=128_256,
-        mass=0.93,
-        is_lower_bound=True,
-        model_kl=0.31,
-        heads=tuple(
-            HeadAtWidth(head=head, width=width, kl=gain / width, spread=0.001, softmax_width=width / gain)
-            for head, gain in (("softmax", 1.0), ("sigsoftmax", 0.999), ("mos(K=4)", 0.3))
-            for width in (8, 16, 32)
-        ),
-        seconds=61.0,
-    )
-    return [
-        Audit(
-            source="a tiny model",
-            layer=layer,
-            contexts=4096,
-            contexts_from="text generated for the audit",
-            spectrum=spectrum("log P of a tiny model", 900),
-            truncation=Truncation(
-                contexts=512,
-                words=128_256,
-                points=tuple(TruncationPoint(width=2**k, kl=1.4 / 2**k, bound=1.4 / 2**k) for k in range(1, 10)),
-            ),
-            bend=Bend(
-                contexts=512,
-                lines=(
-                    ShareOnLine(name="left", slope=2.0, logits=0.7, probability=0.1),
-                    ShareOnLine(name="right", slope=1.0, logits=0.1, probability=0.7),
-                ),
-                logits_in_bend=0.2,
-                probability_in_bend=0.2,
-                lowest_logit=-11.0,
-                highest_logit=9.0,
-                nearest_slope=1.3,
-                kl_to_nearest_softmax=0.012,
-            ),
-            gradient=GradientShare(
-                contexts=512,
-                next_words="the text",
-                mean=0.93,
-                median=0.95,
-                low=0.8,
-                high=0.98,
-                of_a_random_direction=0.984,
-                rank_of_weight=2048,
-            ),
-            argmax=ArgmaxCounts(
-                words=128_256,
-                in_question=2000,
-                yes=1990,
-                no=3,
-                undecided=7,
-                yes_seen=900,
-                yes_by_steps=1080,
-                yes_by_program=10,
-                never=(17, 90_001, 90_044),
-                has_solver=True,
-                seconds=30.0,
-            ),
-            target=target,
-            notes=("2,000 of 128,256 words were asked about, at random.",),
-            seconds=140.0,
-        )
-    ]
+    return [samples.audit()]
 
 
 def rank_bounds() -> list[Payload]:
-    return [
-        RankBounds(
-            source="a random head",
-            head="softmax",
-            width=2048,
-            words=128_256,
-            contexts=8192,
-            lower=2049,
-            upper=2049,
-            upper_reason="d + 1: phi is linear",
-            rule="press32",
-            norm_bound=5e4,
-            norm_contexts=256,
-            threshold_bound=0.9,
-            counting_threshold=0.91,
-            block_contexts=6144,
-            block_words=6144,
-            block_singular_values=(100.0, 10.0, 1.0),
-            seed=0,
-            seconds=31.0,
-        )
-    ]
+    return [samples.rank_bounds()]
 
 
 def measurements() -> list[Payload]:
     def one(implementation: str, ratio: float, target: str = "", peak: float | None = 107.0) -> Measurement:
-        return Measurement(
-            suite="cpu",
+        return samples.measurement(
             case="cross-entropy of logits, N=1400 V=10000",
             implementation=implementation,
-            baseline="torch softmax",
             milliseconds=50.0 * ratio,
             milliseconds_quartiles=(48.0 * ratio, 53.0 * ratio),
             ratio=ratio,

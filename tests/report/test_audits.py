@@ -4,11 +4,36 @@ import dataclasses
 import math
 
 import pytest
-from tests.records.schemas.test_audits import EMPTY, FULL, LAYER
+from tests.records import samples
+from tests.records.schemas.test_audits import EMPTY
 
 from sigsoftmax._version import install_extra
-from sigsoftmax.records.schemas.audits import HeadAtWidth
+from sigsoftmax.records.schemas.audits import HeadAtWidth, ShareOnLine
 from sigsoftmax.report.audits import audit_text, meaning
+
+SAMPLE = samples.audit()
+LAYER = dataclasses.replace(
+    SAMPLE.layer, words=100, width=8, has_bias=True, head="sigsoftmax", how_known="stated", dtype="float32"
+)
+FULL = dataclasses.replace(
+    SAMPLE,
+    source="a test",
+    layer=LAYER,
+    contexts=30,
+    contexts_from="a text",
+    bounds=samples.rank_bounds(head="sigsoftmax", width=8, words=100, contexts=30, lower=20, upper=30),
+    bend=dataclasses.replace(
+        SAMPLE.bend, lines=(ShareOnLine(name="left", slope=2.0, logits=0.2, probability=0.1),), nearest_slope=1.2
+    ),
+    gradient=dataclasses.replace(SAMPLE.gradient, mean=math.nan),
+    argmax=dataclasses.replace(
+        SAMPLE.argmax, words=100, in_question=50, yes=40, no=8, undecided=2, never=(3, 9), has_solver=True
+    ),
+    target=dataclasses.replace(
+        SAMPLE.target, target="a language", contexts=30, words=50, all_words=100, mass=0.9, model_kl=None
+    ),
+    notes=("one", "two"),
+)
 
 
 def said(**changes) -> str:

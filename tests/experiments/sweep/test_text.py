@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from tests.records import samples
 
 from sigsoftmax.experiments.sweep.plan import SweepConfig
 from sigsoftmax.experiments.sweep.text import differences, groups_of, results_table, trial_line
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.records import Record
-from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
-from sigsoftmax.records.schemas.training import RunIdentity
+from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord
 
 
 def config(*names, **options):
@@ -16,22 +16,20 @@ def config(*names, **options):
 
 
 def record(trial, test_loss, *, kl=None, checksum="x"):
-    run = RunIdentity(
-        recipe=trial.recipe.name,
-        overrides=trial.recipe.overrides,
+    recipe = trial.recipe
+    run = samples.identity(
+        recipe.model.head,
+        trial.seed,
         phase=trial.last.phase,
-        head=trial.recipe.model.head,
-        corpus=trial.recipe.corpus,
+        corpus=recipe.corpus,
+        recipe=recipe.name,
+        overrides=recipe.overrides,
         corpus_checksum=checksum,
-        seed=trial.seed,
-        precision="float32",
-        parameters=10,
     )
-    return TrialRecord(
+    return samples.trial(
         run=run,
         point=trial.point,
         epochs=2,
-        updates=20,
         valid_loss=test_loss + 0.1,
         test_loss=test_loss,
         kl=kl,

@@ -1,5 +1,7 @@
 """Results of classifiers survive a file, empty bins and lost attempts included."""
 
+from tests.records import samples
+
 from sigsoftmax.records import Record, append, read
 from sigsoftmax.records.schemas.classifiers import Attempt, Calibration, ClassifierResult, ConfidenceBin
 
@@ -9,29 +11,13 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
         ConfidenceBin(low=0.0, high=0.5, count=0, confidence=None, accuracy=None),
         ConfidenceBin(low=0.5, high=1.0, count=7, confidence=0.9, accuracy=6 / 7),
     )
-    written = ClassifierResult(
-        dataset="digits",
-        classes=10,
-        train=30,
-        valid=10,
-        test=7,
-        head="gss(k=learned:1)",
-        width=2,
-        seed=3,
-        parameters=100,
-        head_parameters=31,
-        epochs=5,
+    written = samples.classifier(
         attempts=(
             Attempt(learning_rate=0.1, valid_loss=0.4, best_epoch=5),
             Attempt(learning_rate=10.0, valid_loss=None, best_epoch=0),
         ),
-        learning_rate=0.1,
-        valid_loss=0.4,
-        test_loss=0.5,
-        accuracy=6 / 7,
         calibration=Calibration(expected_error=0.04, brier=0.2, bins=bins),
         learned={"k": 0.7},
-        seconds=1.5,
     )
     append(tmp_path / "records.jsonl", Record.of(written))
     (record,) = read(tmp_path / "records.jsonl")

@@ -5,9 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from tests.records import samples
 
 from sigsoftmax.records import Record
-from sigsoftmax.records.schemas.spectra import RULES, BelowNoiseFloor, RankBounds, Spectrum
+from sigsoftmax.records.schemas.spectra import RULES, BelowNoiseFloor, Spectrum
 
 
 def made(**changes):
@@ -76,26 +77,6 @@ def test_a_record_of_version_1_is_read():
 
 
 def test_records_come_back_as_they_went():
-    bounds = RankBounds(
-        source="made",
-        head="softmax",
-        width=3,
-        words=4,
-        contexts=9,
-        lower=3,
-        upper=4,
-        upper_reason="the smaller side of the matrix",
-        rule="press32",
-        norm_bound=1.0,
-        norm_contexts=9,
-        threshold_bound=1e-6,
-        counting_threshold=2e-6,
-        block_contexts=4,
-        block_words=4,
-        block_singular_values=(1.0, 0.5, 0.25, 0.0),
-        seed=0,
-        seconds=0.5,
-    )
     spectrum = made(row_sum_error=1e-7, contexts_expected=12, seconds=1.0, precision="float32")
-    for payload in (bounds, spectrum):
+    for payload in (samples.rank_bounds(), spectrum):
         assert Record.from_json(Record.of(payload).to_json()).payload_as(type(payload)) == payload

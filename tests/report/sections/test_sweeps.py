@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from tests.records import samples
 from tests.report import synthetic_runs
 from tests.report.sections.making import rows_of, section_of, table_of
 
@@ -12,12 +13,9 @@ from sigsoftmax.report.sections import sweeps
 
 def trials(kl: float | None = 0.4) -> list[TrialRecord]:
     return [
-        TrialRecord(
+        samples.trial(
             run=comparison.run,
             point=(f"training.learning_rate={rate}",),
-            epochs=9,
-            updates=90,
-            valid_loss=4.0,
             test_loss=4.0 + 0.1 * (comparison.run.seed % 2),
             kl=None if kl is None else kl + 0.01 * (comparison.run.seed % 2),
             entropy_rate=None if kl is None else 3.5,
@@ -29,20 +27,8 @@ def trials(kl: float | None = 0.4) -> list[TrialRecord]:
 
 
 def difference(low: float | None, high: float | None, *, seeds=(1, 2, 3), **changes) -> PairedDifferenceRecord:
-    return PairedDifferenceRecord(
-        recipe="language-mos",
-        point=(),
-        baseline_recipe="language-softmax",
-        baseline_point=(),
-        quantity="kl",
-        seeds=seeds,
-        mean=-0.125,
-        deviation=None if low is None else 0.01,
-        low=low,
-        high=high,
-        confidence=0.95,
-        **changes,
-    )
+    deviation = None if low is None else 0.01
+    return samples.paired_difference(seeds=seeds, mean=-0.125, deviation=deviation, low=low, high=high, **changes)
 
 
 def test_every_point_has_a_row_with_its_seeds(tmp_path):

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from tests.records import samples
 from tests.report import synthetic_runs
 from tests.report.reading import Page
 from tests.report.sections.making import rows_of, section_of
@@ -126,17 +127,7 @@ def test_what_has_no_second_head_is_named_and_not_ranked(tmp_path):
 
 def trial(head: str, seed: int, loss: float, *point: str) -> TrialRecord:
     run = synthetic_runs.identity(head, seed, corpus="my-text", recipe=f"tiny-{head}", overrides=point)
-    return TrialRecord(
-        run=run,
-        point=point,
-        epochs=2,
-        updates=10,
-        valid_loss=loss,
-        test_loss=loss,
-        kl=None,
-        entropy_rate=None,
-        seconds=9.0,
-    )
+    return samples.trial(run=run, point=point, valid_loss=loss, test_loss=loss)
 
 
 def test_trials_of_a_sweep_are_ranked_point_by_point(tmp_path):
