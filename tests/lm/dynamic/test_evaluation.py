@@ -9,6 +9,7 @@ import torch
 from tests.lm.dynamic.test_rates import sum_form
 from tests.lm.masks import draw_masks
 from tests.lm.naive_dynamic_evaluation import NaiveModel
+from tests.records import samples
 
 from sigsoftmax.lm.config import DynamicEvaluationConfig, ModelConfig
 from sigsoftmax.lm.dynamic import windows as window_gradients
@@ -25,7 +26,7 @@ from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.records import Record
-from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, RunIdentity
+from sigsoftmax.records.schemas.training import DynamicEvaluationRecord
 
 WORDS = 13
 CONFIG = DynamicEvaluationConfig(window=5, statistics_batch=4)
@@ -330,19 +331,10 @@ def test_progress_of_several_runs_counts_those_that_wait():
 
 
 def test_results_go_through_records(model, statistics):
-    run = RunIdentity(
-        recipe="tiny",
-        phase="finetune",
-        head="softmax",
-        corpus="mine",
-        corpus_checksum="0" * 64,
-        seed=1,
-        precision="float32",
-        parameters=10,
-    )
+    run = samples.identity("softmax", 1)
     result = adapt(model, statistics, TEXT, RATES, split="valid")
     diverged = replace(result, loss=math.inf, complete=False, chosen=False)
-    for each in (result, diverged):
+    for each in (result, diverged, replace(result, clip_in_place=True)):
         read = Record.from_json(Record.of(each.record(run)).to_json()).payload_as(DynamicEvaluationRecord)
         assert DynamicEvaluation.of_record(read) == each
     assert result.chosen  # the only one

@@ -175,6 +175,10 @@ def test_the_defect_of_clipping_in_place_is_kept_on_request(model, statistics):
         for _ in evaluator.launch(run.rates, clipped_for=5.0):
             pass
         assert run.loss == evaluator.results()[0].loss != free.loss
+        assert (run.clip_in_place, free.clip_in_place) == (True, False)
+    # A search without the defect takes none of these runs for its own.
+    again = search(model, statistics, config, VALID, TEST, finished=[audited.valid, audited.test])
+    assert (again.valid.loss, again.test.loss) == (fixed.valid.loss, fixed.test.loss)
 
 
 def test_progress_counts_what_is_left_of_the_grid(model, statistics):

@@ -153,6 +153,8 @@ class DynamicEvaluation:
     """whether these rates won on validation, or are the only ones"""
     precision: str = "float32"
     """arithmetic of the windows"""
+    clip_in_place: bool = False
+    """whether D stayed clipped for a larger decay, as in the published script"""
     seconds: float
 
     @property
@@ -196,6 +198,7 @@ class DynamicEvaluator:
             raise ValueError(f"at_once must be at least 1 run, got {at_once}")
         self._statistics = statistics.to(model.embedding.device)
         self._split, self._progress, self.at_once = split, progress, at_once
+        self._clipped_for = 0.0
         rms, window = self._statistics.rms, statistics.window
         self._passes: Sequence[OneAdaptingModel | AdaptingModels]
         if kernels_serve(model, window):
@@ -213,6 +216,7 @@ class DynamicEvaluator:
         if len(rates) != self.at_once:
             raise ValueError(f"give as many rates as runs are made at once, {self.at_once}, got {len(rates)}")
         models = self.at_once // len(self._passes)
+        self._clipped_for = clipped_for
         runs = []
         for index, one in enumerate(self._passes):
             own = rates[index * models : (index + 1) * models]
@@ -245,6 +249,7 @@ class DynamicEvaluator:
                         tokens=one.scored(None if at.broken_at is None else at.broken_at - 1),
                         complete=self._complete and at.broken_at is None,
                         precision=one.precision,
+                        clip_in_place=at.rates.decay < self._clipped_for,
                         seconds=one.seconds,
                     )
                 )

@@ -84,7 +84,7 @@ def search(
     ``at_once`` runs share the device. ``limit`` ends each run after so many windows.
 
     ``clip_in_place`` repeats a defect of the published script, for audits: D, clipped for the largest decay of the
-    grid, stays so in the final runs. Where that differs, these are made again whatever is ``finished``.
+    grid, stays so in the final runs. Where that differs, these are made again whatever is ``finished``, and say so.
     """
     if config.window != statistics.window:
         raise ValueError(
@@ -146,7 +146,8 @@ class _Runner:
         """The runs at these points, in their order."""
         found: dict[Rates, DynamicEvaluation] = {}
         for run in self.finished:
-            if run.rates in points and clipped_for <= run.rates.decay and self._is_whole(run, split):
+            is_free = not run.clip_in_place and clipped_for <= run.rates.decay
+            if is_free and run.rates in points and self._is_whole(run, split):
                 found.setdefault(run.rates, run)
         waiting = deque(rates for rates in points if rates not in found)
         at_once = min(self.at_once, len(waiting))
