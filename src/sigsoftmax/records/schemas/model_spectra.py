@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
+from sigsoftmax.records.schemas.base import Extent
 from sigsoftmax.records.schemas.spectra import Spectrum
-from sigsoftmax.records.schemas.training import RunIdentity
+from sigsoftmax.records.schemas.training import SplitMeasurement
 
 __all__ = ["ModelSpectrum"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpectrum(MeasuredPayload):
-    """The spectrum of one model, as in the paper's table 3 and its two figures."""
+class ModelSpectrum(SplitMeasurement):
+    """The spectrum of one model, as in the paper's table 3 and its two figures, where all models were finetuned."""
 
     KIND = "model-spectrum"
     VERSION = 1
     SUBJECT = ("run", "split", "spectrum.precision")
 
-    run: RunIdentity
-    """its phase tells whether the model was finetuned, as the paper's were"""
-    split: str
-    """``valid`` or ``test``"""
     spectrum: Spectrum
 
     @property

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
-from sigsoftmax.records.schemas.training import RunIdentity
-from sigsoftmax.records.statistics import perplexity
+from sigsoftmax.records.schemas.training import TrainingResult
 
 __all__ = ["PairedDifferenceRecord", "Quantity", "TrialRecord"]
 
@@ -15,38 +14,15 @@ Quantity = Literal["test_loss", "kl"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialRecord(MeasuredPayload):
+class TrialRecord(TrainingResult):
     """A trial that has ended: one recipe with one seed at one point of the grid."""
 
     KIND = "trial"
     VERSION = 1
     SUBJECT = ("run", "point")
 
-    run: RunIdentity
-    """identity of the last phase"""
     point: tuple[str, ...]
     """the alternatives that it took, as ``training.learning_rate=20``; none where nothing but recipe and seed varies"""
-    epochs: int
-    """epochs of all phases"""
-    updates: int
-    valid_loss: float
-    """in the columns that the recipe validates in"""
-    test_loss: float
-    """in one column"""
-    kl: float | None
-    """mean over test positions of the exact KL(truth || model), where the truth is known"""
-    entropy_rate: float | None
-    """entropy rate of the language, where it is known"""
-    seconds: float
-    """duration of training and validation"""
-
-    @property
-    def valid_perplexity(self) -> float:
-        return perplexity(self.valid_loss)
-
-    @property
-    def test_perplexity(self) -> float:
-        return perplexity(self.test_loss)
 
 
 @dataclass(frozen=True, kw_only=True)

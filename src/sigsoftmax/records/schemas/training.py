@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 from sigsoftmax.records.statistics import perplexity
 
-__all__ = ["Budget", "ComparisonRecord", "DynamicEvaluationRecord", "EpochRecord", "EvaluationRecord", "RunIdentity"]
+__all__ = [
+    "Budget",
+    "ComparisonRecord",
+    "DynamicEvaluationRecord",
+    "EpochRecord",
+    "EvaluationRecord",
+    "RunIdentity",
+    "SplitLoss",
+    "SplitMeasurement",
+    "TrainingResult",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,26 +89,21 @@ class EpochRecord(MeasuredPayload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationRecord(MeasuredPayload):
-    """A static evaluation of a checkpoint."""
-
-    KIND = "evaluation"
-    VERSION = 1
-    SUBJECT = ("run", "split", "batch")
+class SplitMeasurement(MeasuredPayload):
+    """A measurement of a trained model on one split of its text."""
 
     run: RunIdentity
     split: str
     """``valid`` or ``test``"""
-    batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitLoss(SplitMeasurement):
+    """The loss of a trained model on one split of its text."""
+
     loss: float
-    loss_over_rows: float
-    """the published scripts' value"""
     tokens: int
     """scored"""
-    precision: str = "float32"
-    """arithmetic of the evaluation: ``float32``, or ``tf32`` for its products"""
-    epoch: int
-    """epoch of training whose checkpoint this is"""
     seconds: float
 
     @property
@@ -107,27 +112,38 @@ class EvaluationRecord(MeasuredPayload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicEvaluationRecord(MeasuredPayload):
+class EvaluationRecord(SplitLoss):
+    """A static evaluation of a checkpoint."""
+
+    KIND = "evaluation"
+    VERSION = 1
+    SUBJECT = ("run", "split", "batch")
+
+    batch: int
+    loss_over_rows: float
+    """the published scripts' value"""
+    precision: str = "float32"
+    """arithmetic of the evaluation: ``float32``, or ``tf32`` for its products"""
+    epoch: int
+    """epoch of training whose checkpoint this is"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicEvaluationRecord(SplitLoss):
     """One dynamic evaluation: one point of the grid on one split. All numbers are in the RMS form."""
 
     KIND = "dynamic-evaluation"
     VERSION = 1
-    SUBJECT = ("run", "split", "learning_rate", "decay", "epsilon", "window")
+    SUBJECT = ("run", "split", "learning_rate", "decay", "epsilon", "window", "clip_in_place")
 
-    run: RunIdentity
-    split: str
     learning_rate: float
     decay: float
     epsilon: float
     window: int
-    loss: float
-    tokens: int
-    """scored"""
     complete: bool
     """whether the whole split was evaluated"""
     chosen: bool
     """whether this is the point that won on validation, or the only one"""
-    seconds: float
     precision: str = "float32"
     """arithmetic of the windows that adapt; weights and steps are float32 in any"""
     clip_in_place: bool = False
@@ -137,9 +153,34 @@ class DynamicEvaluationRecord(MeasuredPayload):
     def extent(self) -> Extent:
         return {"tokens": self.tokens}
 
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult(MeasuredPayload):
+    """The result of a training that has ended."""
+
+    run: RunIdentity
+    """identity of the last phase"""
+    epochs: int
+    """epochs of all phases"""
+    updates: int
+    valid_loss: float
+    """in the columns that the recipe validates in"""
+    test_loss: float
+    """in one column"""
+    kl: float | None
+    """mean over test positions of the exact KL(truth || model), where the truth is known"""
+    entropy_rate: float | None
+    """entropy rate of the language, where it is known"""
+    seconds: float
+    """duration of training and validation"""
+
     @property
-    def perplexity(self) -> float:
-        return perplexity(self.loss)
+    def valid_perplexity(self) -> float:
+        return perplexity(self.valid_loss)
+
+    @property
+    def test_perplexity(self) -> float:
+        return perplexity(self.test_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,22 +197,13 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonRecord(MeasuredPayload):
+class ComparisonRecord(TrainingResult):
     """A head among others under an equal budget."""
 
     KIND = "comparison"
     VERSION = 2
     SUBJECT = ("run", "epochs")
 
-    run: RunIdentity
-    epochs: int
-    updates: int
-    valid_loss: float
-    test_loss: float
-    entropy_rate: float | None
-    """entropy rate of the language, where it is known"""
-    kl: float | None
-    """mean over test positions of the exact KL(truth || model), where the truth is known"""
     kl_standard_error: float | None
     rank: int | None
     """rank of the log-output matrix, under the paper's threshold"""
@@ -179,7 +211,6 @@ class ComparisonRecord(MeasuredPayload):
     words: int
     contexts: int | None
     """columns of the matrix whose rank it is"""
-    seconds: float
     budget: Budget | None = None
     """None in records of version 1"""
 
