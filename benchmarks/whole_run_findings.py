@@ -20,9 +20,9 @@ from sigsoftmax.records.published.paper import Split, Stage
 from sigsoftmax.records.schemas.spectra import Spectrum
 from sigsoftmax.records.statistics import LEAST_SEEDS, PairedDifference
 from sigsoftmax.report.material import corpus_label
+from sigsoftmax.report.number_text import range_text, sample_text
 from sigsoftmax.report.sections.gaps import SCALED, Judged, percent_text
 from sigsoftmax.report.sections.perplexities import Variant, published_text
-from sigsoftmax.report.tables import range_text, sample_text
 from sigsoftmax.report.theme import head_label, same_head
 
 Verdict = Literal["holds", "does not hold", "open"]

@@ -23,6 +23,7 @@ from sigsoftmax.records.schemas.spectra import Spectrum
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, RunIdentity
 from sigsoftmax.report.loading import Loaded, load
 from sigsoftmax.report.material import Material, corpus_label
+from sigsoftmax.report.number_text import NO_BREAK, sample_text, seconds_text
 from sigsoftmax.report.sections import spectra
 from sigsoftmax.report.sections.gaps import Judged, gap_tables, judged_gaps, percent_text
 from sigsoftmax.report.sections.perplexities import (
@@ -33,7 +34,7 @@ from sigsoftmax.report.sections.perplexities import (
     perplexity_table,
     published_text,
 )
-from sigsoftmax.report.tables import NO_BREAK, plain_text, sample_text, seconds_text
+from sigsoftmax.report.tables import plain_text
 from sigsoftmax.report.theme import head_label, same_head
 
 NOT_RUN = "not run yet"

@@ -19,7 +19,7 @@ from sigsoftmax.records.published import paper
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
 from sigsoftmax.records.schemas.spectra import Spectrum
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord, RunIdentity
-from sigsoftmax.report.tables import NO_BREAK
+from sigsoftmax.report.number_text import NO_BREAK
 
 CHANGES = ("training.epochs=30", "finetuning.epochs=2")
 

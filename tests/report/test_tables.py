@@ -1,26 +1,10 @@
-"""Tables and numbers, on the page and on the terminal."""
+"""Tables on the page, on the terminal and in Markdown."""
 
-import math
 import re
 
-import pytest
-
 from sigsoftmax.report.markup import tag
-from sigsoftmax.report.tables import (
-    Cell,
-    Column,
-    Row,
-    Table,
-    interval_text,
-    listed,
-    number_text,
-    plain_text,
-    range_text,
-    seconds_text,
-    sentence,
-    signed_text,
-    size_text,
-)
+from sigsoftmax.report.number_text import interval_text
+from sigsoftmax.report.tables import Cell, Column, Row, Table, plain_text
 
 TABLE = Table(
     caption="A <caption>",
@@ -62,38 +46,7 @@ def test_markdown():
     assert piped.to_markdown().splitlines()[-1] == "| x\\|y | z |"
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (math.nan, "NaN"),
-        (math.inf, "∞"),
-        (-math.inf, "−∞"),
-        (0.0, "0"),
-        (57.0, "57.00"),
-        (1234.5, "1,234" if round(1234.5) == 1234 else "1,235"),
-        (-0.0123, "−0.01230"),
-        (2.5e-7, "2.50 × 10⁻⁷"),
-        (3.1e12, "3.10 × 10¹²"),
-    ],
-)
-def test_numbers(value, text):
-    assert number_text(value) == text
-
-
-def test_other_texts():
-    assert [seconds_text(s) for s in (0.5, 17.0, 600.0, 9000.0, None, math.nan)] == [
-        "0.5 s",
-        "17 s",
-        "10 min 0 s",
-        "2 h 30 min",
-        "–",
-        "–",
-    ]
-    assert (range_text([3, None, 12, 5]), range_text([4, 4]), range_text([None])) == ("3 to 12", "4", "–")
-    assert (signed_text(-0.456), signed_text(0.02, ".1%"), signed_text(math.inf)) == ("−0.46", "+2.0%", "∞")
-    assert size_text(10_000, None) == "10,000 × –"
-    assert (sentence("abc"), sentence("")) == ("Abc", "")
+def test_markup_without_its_tags():
     assert plain_text(tag("p", "a < b")) == "a < b"
 
 
@@ -111,8 +64,3 @@ def test_an_interval_stays_in_one_piece_on_a_page_and_has_plain_spaces_in_a_term
     table = Table(caption="c", columns=[Column("A", "label"), Column("B", "interval")], rows=[Row(("a", text))])
     assert "0.4 (−0.50 to +0.25)" in table.to_text()
     assert f'class="interval">{text}<' in table.to_html()
-
-
-def test_long_lists_say_how_much_is_left_out():
-    assert listed(["a", "b", "c"], most=3) == "a; b; c"
-    assert listed(["a", "b", "c", "d"], most=3) == "a; b; and 2 more"

@@ -13,8 +13,9 @@ from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
 from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.material import corpus_label
+from sigsoftmax.report.number_text import DASH, number_text, range_text, sample_text
 from sigsoftmax.report.rankings import RankedHead, Ranking
-from sigsoftmax.report.tables import DASH, Column, Fields, Row, Table, head_cell, number_text, range_text, sample_text
+from sigsoftmax.report.tables import Column, Fields, Row, Table, head_cell
 from sigsoftmax.report.theme import Looks, same_head
 
 __all__ = ["Comparison", "comparisons"]

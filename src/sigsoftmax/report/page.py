@@ -15,6 +15,7 @@ from sigsoftmax.records.grouping import grouped
 from sigsoftmax.report.loading import Loaded
 from sigsoftmax.report.markup import Markup, join, script_json, tag
 from sigsoftmax.report.material import Material
+from sigsoftmax.report.number_text import DASH
 from sigsoftmax.report.provenance import Origin, origins
 from sigsoftmax.report.sections import (
     audits,
@@ -28,7 +29,7 @@ from sigsoftmax.report.sections import (
     verdict,
 )
 from sigsoftmax.report.sections.section import Absent, Section
-from sigsoftmax.report.tables import DASH, Cell, Column, Fields, Table
+from sigsoftmax.report.tables import Cell, Column, Fields, Table
 from sigsoftmax.report.theme import stylesheet_variables
 
 __all__ = ["NO_PLOTLY", "plotly_script", "render"]

@@ -15,13 +15,9 @@ from functools import cached_property
 from sigsoftmax.records.schemas.sweeps import TrialRecord
 from sigsoftmax.records.schemas.training import ComparisonRecord
 from sigsoftmax.records.statistics import LEAST_SEEDS, SIGNIFICANCE, PairedDifference, Sample, perplexity
-from sigsoftmax.report.tables import (
+from sigsoftmax.report.number_text import (
     DASH,
     NO_BREAK,
-    Column,
-    Fields,
-    Table,
-    head_cell,
     interval_text,
     range_text,
     sample_text,
@@ -29,6 +25,7 @@ from sigsoftmax.report.tables import (
     sentence,
     signed_text,
 )
+from sigsoftmax.report.tables import Column, Fields, Table, head_cell
 from sigsoftmax.report.theme import Looks, head_label
 
 __all__ = ["BASELINE", "CONFIDENCE", "KL", "RankedHead", "Ranking", "nats_text", "percent_text"]

@@ -16,7 +16,7 @@ from sigsoftmax.experiments.runs.tensorboard import TensorBoard
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.records.schemas.training import EvaluationRecord
 from sigsoftmax.records.statistics import Sample
-from sigsoftmax.report.tables import sample_text
+from sigsoftmax.report.number_text import sample_text
 
 __all__ = ["FinetuneConfig", "TrainConfig", "Trained", "finetune", "result_lines", "run", "train_and_evaluate"]
 

@@ -10,8 +10,9 @@ from sigsoftmax.experiments.sweep.plan import Point, SweepConfig, Trial
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, Quantity, TrialRecord
 from sigsoftmax.records.statistics import LEAST_SEEDS, PairedDifference
+from sigsoftmax.report.number_text import DASH
 from sigsoftmax.report.sections.sweeps import Trials, mean_fields
-from sigsoftmax.report.tables import DASH, Cell, Column, Fields, Table
+from sigsoftmax.report.tables import Cell, Column, Fields, Table
 
 __all__ = ["Group", "differences", "groups_of", "results_table", "trial_line"]
 

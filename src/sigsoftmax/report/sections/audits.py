@@ -5,24 +5,16 @@ from __future__ import annotations
 from sigsoftmax.records import Environment
 from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.schemas.audits import Audit, TargetResult, Truncation
-from sigsoftmax.report.audits import (
-    FOLLOWS,
-    ROUNDING,
-    enough_directions,
-    facts_table,
-    findings,
-    kl_text,
-    target_table,
-    truncation_table,
-)
+from sigsoftmax.report.audit_meaning import FOLLOWS, ROUNDING, enough_directions, findings, kl_text
+from sigsoftmax.report.audits import facts_table, target_table, truncation_table
 from sigsoftmax.report.figures import Axis, Figure, count_axis, head_switches, line
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.markup import tag
 from sigsoftmax.report.material import Material
+from sigsoftmax.report.number_text import sentence
 from sigsoftmax.report.provenance import made_by
 from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.sections.spectra import Curve, spectrum_figure
-from sigsoftmax.report.tables import sentence
 from sigsoftmax.report.theme import Look, Looks, head_label, same_head
 
 __all__ = ["section"]

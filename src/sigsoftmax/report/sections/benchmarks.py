@@ -13,8 +13,9 @@ from sigsoftmax.records.targets import Clause
 from sigsoftmax.report.figures import Axis, Figure, Trace, numbers
 from sigsoftmax.report.markup import plot_text, tag
 from sigsoftmax.report.material import Material
+from sigsoftmax.report.number_text import DASH, TIMES, number_text, range_text, sentence
 from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import DASH, TIMES, Cell, Column, Fields, Table, number_text, range_text, sentence
+from sigsoftmax.report.tables import Cell, Column, Fields, Table
 from sigsoftmax.report.theme import Looks
 
 __all__ = ["section"]

@@ -21,8 +21,9 @@ from sigsoftmax.report.figures import (
 )
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.material import Material
+from sigsoftmax.report.number_text import count_text, number_text, seconds_text
 from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import Column, Fields, Table, count_text, head_cell, number_text, seconds_text
+from sigsoftmax.report.tables import Column, Fields, Table, head_cell
 from sigsoftmax.report.theme import Looks, head_label, same_head
 
 __all__ = ["section"]

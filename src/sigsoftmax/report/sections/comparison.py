@@ -9,9 +9,9 @@ from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.comparisons import Comparison, comparisons
 from sigsoftmax.report.figures import HEADS_AXIS, Axis, Figure, Trace, dots, head_switches
 from sigsoftmax.report.material import Material
+from sigsoftmax.report.number_text import sentence
 from sigsoftmax.report.rankings import RankedHead
 from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import sentence
 from sigsoftmax.report.theme import Look, Looks
 
 __all__ = ["section"]

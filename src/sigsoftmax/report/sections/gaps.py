@@ -11,8 +11,9 @@ from sigsoftmax.records.published import paper
 from sigsoftmax.records.published.paper import Split, Stage
 from sigsoftmax.records.statistics import LEAST_SEEDS, POWER, SIGNIFICANCE, Gap, PairedDifference, Sample, perplexity
 from sigsoftmax.report.material import changes
+from sigsoftmax.report.number_text import DASH, MINUS, signed_text
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant
-from sigsoftmax.report.tables import DASH, MINUS, Column, Fields, Table, signed_text
+from sigsoftmax.report.tables import Column, Fields, Table
 from sigsoftmax.report.theme import head_label, same_head
 
 __all__ = ["PAIRS", "Judged", "gap_tables", "judged_gaps"]

@@ -14,16 +14,9 @@ from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, far_above, li
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.markup import plot_text, tag
 from sigsoftmax.report.material import Material, corpus_label, run_label, setting_label, setting_labels
-from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import (
+from sigsoftmax.report.number_text import (
     DASH,
-    Cell,
-    Column,
-    Fields,
-    Row,
-    Table,
     count_text,
-    head_cell,
     listed,
     number_text,
     range_text,
@@ -31,6 +24,8 @@ from sigsoftmax.report.tables import (
     sentence,
     signed_text,
 )
+from sigsoftmax.report.sections.section import Absent, Block, Section
+from sigsoftmax.report.tables import Cell, Column, Fields, Row, Table, head_cell
 from sigsoftmax.report.theme import Look, Looks, head_label, same_head, swatch
 
 __all__ = ["section"]

@@ -14,7 +14,8 @@ from sigsoftmax.records.published.paper import PublishedTable, Split, Stage
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord, RunIdentity
 from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.material import Material, run_label, setting_label
-from sigsoftmax.report.tables import DASH, Column, Fields, Row, Table, head_cell, range_text, sample_text
+from sigsoftmax.report.number_text import DASH, range_text, sample_text
+from sigsoftmax.report.tables import Column, Fields, Row, Table, head_cell
 from sigsoftmax.report.theme import Looks, same_head
 
 __all__ = ["Variant", "collect", "grid_edges", "grid_table", "perplexity_table"]

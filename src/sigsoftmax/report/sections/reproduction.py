@@ -13,6 +13,7 @@ from sigsoftmax.records.statistics import Sample
 from sigsoftmax.report.figures import HEADS_AXIS, Axis, Figure, Switch, Trace, dots, far_above, head_switches, numbers
 from sigsoftmax.report.markup import plot_text, tag
 from sigsoftmax.report.material import Material, corpus_label, run_label
+from sigsoftmax.report.number_text import sentence, signed_text
 from sigsoftmax.report.sections.gaps import Judged, gap_tables, judged_gaps
 from sigsoftmax.report.sections.perplexities import (
     SPLIT_TITLES,
@@ -25,7 +26,7 @@ from sigsoftmax.report.sections.perplexities import (
     perplexity_table,
 )
 from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import Table, sentence, signed_text
+from sigsoftmax.report.tables import Table
 from sigsoftmax.report.theme import Look, Looks, head_label, same_head
 
 __all__ = ["section", "tables"]

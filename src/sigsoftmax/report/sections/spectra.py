@@ -15,16 +15,9 @@ from sigsoftmax.records.schemas.spectra import RULES, RankBounds, Spectrum
 from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, line, threshold_line
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.material import Material, corpus_label, differing, setting_label, setting_parts
-from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import (
+from sigsoftmax.report.number_text import (
     DASH,
-    Cell,
-    Column,
-    Fields,
-    Row,
-    Table,
     count_text,
-    head_cell,
     listed,
     number_text,
     range_text,
@@ -32,6 +25,8 @@ from sigsoftmax.report.tables import (
     sentence,
     size_text,
 )
+from sigsoftmax.report.sections.section import Absent, Block, Section
+from sigsoftmax.report.tables import Cell, Column, Fields, Row, Table, head_cell
 from sigsoftmax.report.theme import DASHES, Look, Looks, same_head, swatch
 
 __all__ = ["Curve", "section", "spectrum_figure", "tables"]

@@ -8,8 +8,9 @@ from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
 from sigsoftmax.records.statistics import LEAST_SEEDS, Sample
 from sigsoftmax.report.material import Material, changes, corpus_label
+from sigsoftmax.report.number_text import DASH, sample_text, seconds_text, sentence, signed_text
 from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import DASH, Cell, Column, Fields, Table, sample_text, seconds_text, sentence, signed_text
+from sigsoftmax.report.tables import Cell, Column, Fields, Table
 from sigsoftmax.report.theme import Looks, swatch
 
 __all__ = ["Trials", "mean_fields", "section"]

@@ -14,10 +14,10 @@ from sigsoftmax.records.statistics import LEAST_SEEDS
 from sigsoftmax.report.comparisons import comparisons
 from sigsoftmax.report.markup import join, tag
 from sigsoftmax.report.material import Material, corpus_label, differing
+from sigsoftmax.report.number_text import listed, sentence
 from sigsoftmax.report.rankings import RankedHead, Ranking
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant, collect
 from sigsoftmax.report.sections.section import Absent, Block, Section
-from sigsoftmax.report.tables import listed, sentence
 from sigsoftmax.report.theme import Looks, same_head
 from sigsoftmax.report.verdicts import QUESTION, verdict
 
