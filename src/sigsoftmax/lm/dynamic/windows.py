@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sigsoftmax.lm.config import Precision
 from sigsoftmax.lm.data.corpus import evaluation_windows
+from sigsoftmax.lm.data.text_cursor import TextCursor
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over
@@ -173,11 +174,9 @@ class WindowPass(ABC):
         self.precision: Precision = check_precision(precision, device)
         self.windows = window_count(self._rows, window, limit)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._text_RB = text_RB.to(device)
-        self._row = torch.zeros((), dtype=torch.int64, device=device)
+        self._cursor = TextCursor(text_RB.to(device), window)
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._losses_WP = torch.zeros(self.windows, models, dtype=torch.float64, device=device)
-        self._steps = torch.arange(window + 1, device=device)
         self._calls = RepeatedCalls(device, capture=capture)
         self.reports: list[DynamicProgress] = []
         """the latest progress of each model"""
@@ -263,16 +262,16 @@ class WindowPass(ABC):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.on_stream():
-            for tensor in (self._row, self._count, self._losses_WP, *(t for state in self._states for t in state)):
+            states = (tensor for state in self._states for tensor in state)
+            for tensor in (self._cursor.row, self._count, self._losses_WP, *states):
                 tensor.zero_()
 
     def _window(self, length: int) -> None:
-        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
-        loss_P = self._compute(rows[:-1], rows[1:])
+        loss_P = self._compute(*self._cursor.window(length))
         with torch.no_grad():
             self._losses_WP.index_copy_(0, self._count, loss_P.detach().double().reshape(1, -1))
             self._count += 1
-            self._row += length
+            self._cursor.advance(length)
 
 
 class WindowGradients(WindowPass):

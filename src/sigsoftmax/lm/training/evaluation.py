@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sigsoftmax.lm.config import Precision
 from sigsoftmax.lm.data.corpus import evaluation_windows
+from sigsoftmax.lm.data.text_cursor import TextCursor
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import carry_over
 from sigsoftmax.lm.parallel.single_process import SingleProcessStrategy
@@ -64,18 +65,16 @@ class Evaluator:
         self._parallel = SingleProcessStrategy(model) if parallel is None else parallel
         self._shape = text_RB.shape
         own = self._parallel.evaluated_columns(text_RB.shape[1])
-        self._text_RB, self._counts = text_RB[:, own.columns].to(device), own.counts
-        self._states = model.zero_state(self._text_RB.shape[1], lstm_dtype(precision))
-        self._row = torch.zeros((), dtype=torch.int64, device=device)
+        self._cursor, self._counts = TextCursor(text_RB[:, own.columns].to(device), WINDOW), own.counts
+        self._states = model.zero_state(self._cursor.text_RB.shape[1], lstm_dtype(precision))
         self._total = torch.zeros((), dtype=torch.float64, device=device)
-        self._steps = torch.arange(WINDOW + 1, device=device)
         self._calls = RepeatedCalls(device, capture=self._parallel.can_capture)
 
     def launch(self) -> Iterator[None]:
         """Give the work to the device, window by window; :meth:`result` waits for it."""
-        for tensor in (self._row, self._total, *(t for state in self._states for t in state)):
+        for tensor in (self._cursor.row, self._total, *(t for state in self._states for t in state)):
             tensor.zero_()
-        for window in evaluation_windows(self._text_RB.shape[0], WINDOW):
+        for window in evaluation_windows(self._shape[0], WINDOW):
             self._calls(window.length, partial(self._window, window.length))
             yield
 
@@ -88,13 +87,12 @@ class Evaluator:
 
     @torch.no_grad()
     def _window(self, length: int) -> None:
-        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
-        tokens, targets = rows[:-1], rows[1:]
-        with arithmetic(self._precision, self._text_RB.device):
+        tokens, targets = self._cursor.window(length)
+        with arithmetic(self._precision, tokens.device):
             loss, features = self._model(tokens, targets, self._states, dtype=lstm_dtype(self._precision))
         self._total += loss.double() * tokens.numel()
         carry_over(self._states, features.states)
-        self._row += length
+        self._cursor.advance(length)
 
 
 def evaluate(model: LanguageModel, text_RB: Tensor, *, precision: Precision = "float32") -> Evaluation:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.lm.config import Precision, TrainingConfig
+from sigsoftmax.lm.data.text_cursor import TextCursor
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over
 from sigsoftmax.lm.model.regularization import MaskSampler, penalties
@@ -54,7 +55,9 @@ class Updater:
         self._device, self._skip = model.embedding.device, skip
         self._group = config.group or config.batch
         self._columns = self._parallel.columns(config.batch, self._group)
-        self._text_RB, self._generator = text_RB[:, self._columns].to(self._device), generator
+        # A window may be the whole text: its last row has targets alone.
+        self._cursor = TextCursor(text_RB[:, self._columns].to(self._device), text_RB.shape[0] - 1)
+        self._generator = generator
         own = self._columns.stop - self._columns.start
         self.columns_at_once = min(own, self._group)
         """columns of one pass of the model"""
@@ -68,10 +71,8 @@ class Updater:
             device=self._device,
             dtype=lstm_dtype(precision),
         )
-        self._row = torch.zeros((), dtype=torch.int64, device=self._device)
         self._count = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._losses = torch.zeros(text_RB.shape[0] // SHORTEST_WINDOW + 2, device=self._device)
-        self._steps = torch.arange(text_RB.shape[0], device=self._device)
         self._calls = RepeatedCalls(self._device, generator, capture=capture and self._parallel.can_capture)
         self._mode = optimizer.mode
 
@@ -92,8 +93,7 @@ class Updater:
         return cast(list[float], self._losses[first:end].tolist())
 
     def _update(self, drawn: int, length: int) -> None:
-        rows = self._text_RB.index_select(0, self._row + self._steps[: length + 1])
-        tokens, targets = rows[:-1], rows[1:]
+        tokens, targets = self._cursor.window(length)
         share = 1.0 / len(self._states)
         losses: list[Tensor] = []
         for group in range(self._config.batch // self._group):
@@ -128,10 +128,10 @@ class Updater:
         mean_loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         self._losses.index_copy_(0, self._count, self._parallel.mean(mean_loss).reshape(1))
         self._count += 1
-        self._row += drawn
+        self._cursor.advance(drawn)
 
     def _numbers(self) -> dict[str, Tensor]:
-        return {"row": self._row, "count": self._count, "losses": self._losses}
+        return {"row": self._cursor.row, "count": self._count, "losses": self._losses}
 
     def state(self) -> dict[str, Tensor]:
         """The position in the epoch, the states of all columns, and the random numbers."""
