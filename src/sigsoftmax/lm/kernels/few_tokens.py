@@ -34,6 +34,13 @@ STEP_STAGES = tl.constexpr(3)
 
 
 @triton.jit
+def _tile(matrices, first, row, rows, column, width):
+    """Elements of the matrix whose row 0 is the row ``first`` of ``matrices``; zeros beyond its edges."""
+    places = matrices + (first + row[:, None]) * width + column[None, :]
+    return tl.load(places, mask=(row[:, None] < rows) & (column[None, :] < width), other=0.0)
+
+
+@triton.jit
 def linear_kernel(
     inputs,
     weight,
@@ -53,16 +60,8 @@ def linear_kernel(
     result = tl.zeros((TOKENS, ROWS), tl.float32)
     for first in range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        tile = tl.load(
-            weight + (model * rows + row[:, None]) * row_stride + column[None, :],
-            mask=(row[:, None] < rows) & (column[None, :] < row_stride),
-            other=0.0,
-        )
-        values = tl.load(
-            inputs + (model * tokens + token[:, None]) * columns + column[None, :],
-            mask=(token[:, None] < tokens) & (column[None, :] < columns),
-            other=0.0,
-        )
+        tile = _tile(weight, model * rows, row, rows, column, row_stride)
+        values = _tile(inputs, model * tokens, token, tokens, column, columns)
         result = tl.dot(values, tl.trans(tile), result, input_precision="tf32x3")
     if first_bias is not None:
         result += tl.load(first_bias + model * rows + row, mask=row < rows, other=0.0)[None, :]
@@ -94,16 +93,8 @@ def input_gradient_kernel(
     result = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for first in range(0, ROWS_PER_PROGRAM, ROWS):
         row = part * ROWS_PER_PROGRAM + first + tl.arange(0, ROWS)
-        tile = tl.load(
-            weight + (model * rows + row[:, None]) * row_stride + column[None, :],
-            mask=(row[:, None] < rows) & (column[None, :] < row_stride),
-            other=0.0,
-        )
-        values = tl.load(
-            gradient + (model * tokens + token[:, None]) * rows + row[None, :],
-            mask=(token[:, None] < tokens) & (row[None, :] < rows),
-            other=0.0,
-        )
+        tile = _tile(weight, model * rows, row, rows, column, row_stride)
+        values = _tile(gradient, model * tokens, token, tokens, row, rows)
         result = tl.dot(values, tile, result, input_precision="tf32x3")
     place = (model * tl.num_programs(1) + part) * tokens + token[:, None]
     tl.store(

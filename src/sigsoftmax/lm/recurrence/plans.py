@@ -201,6 +201,17 @@ def feasible(
     tiles = -(-batch // 8)
     # Clusters lie within a group of multiprocessors, and a few of each group are left over.
     most_ctas = gpu.multiprocessors if direction == "forward" else gpu.multiprocessors * 15 // 16
+    smallest = KernelPlan(
+        direction=direction,
+        precision=precision,
+        hidden=hidden,
+        batch=batch,
+        row_tiles=1,
+        column_tiles=1,
+        passes=1,
+        groups=1,
+        register_tiles=0,
+    )
     for column_tiles in range(1, min(tiles, MOST_COLUMN_TILES) + 1):
         at_once = -(-tiles // column_tiles)
         for groups in range(1, at_once + 1):
@@ -208,17 +219,7 @@ def feasible(
             if groups > 1 and -(-at_once // (groups - 1)) == passes:
                 continue  # one group less does it in as many passes
             for row_tiles in range(1, MOST_ROW_TILES + 1):
-                plan = KernelPlan(
-                    direction=direction,
-                    precision=precision,
-                    hidden=hidden,
-                    batch=batch,
-                    row_tiles=row_tiles,
-                    column_tiles=column_tiles,
-                    passes=passes,
-                    groups=groups,
-                    register_tiles=0,
-                )
+                plan = replace(smallest, row_tiles=row_tiles, column_tiles=column_tiles, passes=passes, groups=groups)
                 most = -(-plan.inner_blocks // plan.warps) * row_tiles
                 room = (REGISTERS - plan.register_need) // 8
                 plan = replace(plan, register_tiles=max(0, min(most, room)))
