@@ -19,7 +19,6 @@ def logits_growth(machine: Machine, shapes: Sequence[tuple[int, int]], letter: s
 
     def step(shape: tuple[int, ...]) -> Step:
         whole = step_of(ours_logits("sigsoftmax"), logits_problem(machine.device, *shape))
-        whole()
         # Beside the host's time, that of few rows would not be seen.
         return machine.captured(whole)
 
