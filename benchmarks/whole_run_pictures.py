@@ -24,7 +24,6 @@ from sigsoftmax.records.published.paper import Stage
 from sigsoftmax.records.schemas.spectra import RULES
 from sigsoftmax.records.statistics import Sample, perplexity
 from sigsoftmax.report.material import corpus_label
-from sigsoftmax.report.sections.gaps import published_gap
 from sigsoftmax.report.sections.perplexities import Variant
 from sigsoftmax.report.sections.spectra import drawn_places
 from sigsoftmax.report.theme import LIGHT, Look, same_head
@@ -147,7 +146,7 @@ def _stages(runs: WholeRuns, corpus: str, variant: Variant) -> tuple[tuple[float
 
 
 def _published(corpus: str, head: str) -> tuple[tuple[float, float], ...]:
-    gaps = [published_gap(corpus, "softmax", same_head(head), stage, "test") for stage in paper.STAGES]
+    gaps = [paper.published_gap(corpus, "softmax", same_head(head), stage, "test") for stage in paper.STAGES]
     return tuple(
         (float(place), 100.0 * (gap.second.mean / gap.first.mean - 1.0))
         for place, gap in enumerate(gaps)

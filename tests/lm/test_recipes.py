@@ -1,6 +1,7 @@
 """Recipes are named, complete and as published; any field can be changed, and what cannot be is explained."""
 
 import json
+import re
 
 import pytest
 
@@ -70,23 +71,26 @@ def test_every_member_of_the_family_makes_a_recipe_also_one_of_the_users_own():
     assert recipe("tiny-cube-0.5").model.head == "cube(a=0.5)"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("ptb-sigsoftmx", r"unknown recipe 'ptb-sigsoftmx' \(did you mean ptb-sigsoftmax or .*unknown output function"),
-        ("pbt-softmax", r"\(did you mean ptb-softmax .*names begin with ptb-, wt2-, tiny-, language-"),
-        ("nothing", r"unknown recipe 'nothing': names begin with"),
-        ("ptb", r"it must say a head too, as ptb-softmax"),
-        ("ptb-", r"it must say a head too"),
-        ("wt2-gss-big", r"cannot read the value 'big'"),
-        ("ptb-sigsoftmax-2", r"'sigsoftmax' has no parameter that '2' could be"),
-        ("ptb-relu-learned", r"parameter 'eps' .* cannot be learned"),
-        ("ptb-mos-0", r"at least one component, got 0"),
-    ],
-)
-def test_unknown_recipes_are_refused_with_the_nearest(name, message):
+def refused_name(name, message):
     with pytest.raises(ValueError, match=message):
         recipe(name)
+
+
+def test_unknown_recipes_are_refused_with_the_nearest():
+    refused_name(
+        "ptb-sigsoftmx", r"unknown recipe 'ptb-sigsoftmx' \(did you mean ptb-sigsoftmax or .*unknown output function"
+    )
+    refused_name("pbt-softmax", r"\(did you mean ptb-softmax .*names begin with ptb-, wt2-, tiny-, language-")
+    refused_name("nothing", r"unknown recipe 'nothing': names begin with")
+    refused_name("ptb", r"it must say a head too, as ptb-softmax")
+    refused_name("ptb-", r"it must say a head too")
+
+
+def test_values_that_a_head_does_not_take_are_refused():
+    refused_name("wt2-gss-big", r"cannot read the value 'big'")
+    refused_name("ptb-sigsoftmax-2", r"'sigsoftmax' has no parameter that '2' could be")
+    refused_name("ptb-relu-learned", r"parameter 'eps' .* cannot be learned")
+    refused_name("ptb-mos-0", r"at least one component, got 0")
 
 
 # --- changes --------------------------------------------------------------------------------------------------------
@@ -145,31 +149,46 @@ def test_a_head_is_a_change_like_any_other():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("field", "value", "kind"),
     [
-        ("training.epochs=many", r"training\.epochs must be int, got 'many'"),
-        ("training.epochs=2.5", r"training\.epochs must be int, got '2\.5'"),
-        ("training.learning_rate=fast", r"training\.learning_rate must be float, got 'fast'"),
-        ("training.learning_rate=nan", r"ptb-softmax cannot be changed so: learning_rate must be a positive number"),
-        ("training.stop_when_stale=1", r"stop_when_stale must be bool, got '1'"),
-        ("training.optimizer=adam", r"training\.optimizer must be 'nt-asgd' or 'asgd', got 'adam'"),
-        ("model.hidden=10,x", r"model\.hidden\[1\] must be int, got 'x'"),
-        ("model.hidden=", r"cannot be changed so: hidden must name .* at least one LSTM layer"),
-        ("model.embedding=300", r"cannot be changed so: the last LSTM layer feeds the tied matrix"),
-        ("model.head=sigsoftmx", r"unknown output function 'sigsoftmx' \(did you mean 'sigsoftmax'\?\)"),
-        ("training.group=3", r"cannot be changed so: group must divide the batch of 20"),
-        ("learning_rate=3", r"no field 'learning_rate'; did you mean training\.learning_rate or finetuning\."),
-        ("training.learning_rat=3", r"no field 'training\.learning_rat'; did you mean training\.learning_rate"),
-        ("optimiser=asgd", r"no field 'optimiser'; did you mean training\.optimizer or finetuning\.optimizer\?"),
-        ("zzz=1", r"no field 'zzz'; the fields are corpus, model\.head"),
-        ("name=x", r"no field 'name'"),
-        ("model=softmax", r"model is not one field but several: model\.head, model\.embedding"),
-        ("training.epochs", r"cannot read the change 'training\.epochs'; write it as training\.learning_rate=20"),
+        ("training.epochs", "many", "int"),
+        ("training.epochs", "2.5", "int"),
+        ("training.learning_rate", "fast", "float"),
+        ("training.stop_when_stale", "1", "bool"),
+        ("training.optimizer", "adam", "'nt-asgd' or 'asgd'"),
     ],
 )
-def test_changes_that_cannot_be_made_are_explained(change, message):
-    with pytest.raises(ValueError, match=message):
+def test_values_of_another_type_are_refused(field, value, kind):
+    with pytest.raises(ValueError, match=re.escape(f"{field} must be {kind}, got '{value}'")):
+        with_overrides(recipe("ptb-softmax"), [f"{field}={value}"])
+
+
+def refused(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         with_overrides(recipe("ptb-softmax"), [change])
+
+
+def test_values_that_no_recipe_can_have_are_refused():
+    cannot = "ptb-softmax cannot be changed so: "
+    refused("training.learning_rate=nan", f"{cannot}learning_rate must be a positive number")
+    refused("model.embedding=300", f"{cannot}the last LSTM layer feeds the tied matrix")
+    refused("training.group=3", f"{cannot}group must divide the batch of 20")
+    refused("model.hidden=", f"{cannot}hidden must name")
+    refused("model.hidden=10,x", "model.hidden[1] must be int, got 'x'")
+    refused("model.head=sigsoftmx", "unknown output function 'sigsoftmx' (did you mean 'sigsoftmax'?)")
+
+
+def test_fields_that_do_not_exist_are_refused_with_the_nearest():
+    refused("learning_rate=3", "no field 'learning_rate'; did you mean training.learning_rate or finetuning.")
+    refused("training.learning_rat=3", "no field 'training.learning_rat'; did you mean training.learning_rate")
+    refused("optimiser=asgd", "no field 'optimiser'; did you mean training.optimizer or finetuning.optimizer?")
+    refused("zzz=1", "no field 'zzz'; the fields are corpus, model.head")
+    refused("name=x", "no field 'name'")
+
+
+def test_changes_that_are_not_of_one_field_are_refused():
+    refused("model=softmax", "model is not one field but several: model.head, model.embedding")
+    refused("training.epochs", "cannot read the change 'training.epochs'; write it as training.learning_rate=20")
 
 
 def test_a_field_is_changed_once_at_a_time():

@@ -19,7 +19,6 @@ from sigsoftmax.lm.training.nt_asgd import NonMonotonicTrigger
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.published import paper
 from sigsoftmax.records.published.paper import PublishedTable, Stage
-from sigsoftmax.records.statistics import Gap, Sample
 
 __all__ = ["Left", "Step", "describe_plan", "power_lines", "steps_of"]
 
@@ -154,7 +153,9 @@ def power_lines(table: PublishedTable, corpus: str, heads: Sequence[str], seeds:
     lines = []
     for first, second in [pair for pair in PAIRS if set(pair) <= set(heads)]:
         for stage in stages:
-            gap = Gap(*(_published(corpus, head, stage) for head in (first, second)))
+            gap = paper.published_gap(corpus, first, second, stage, "test")
+            if gap is None:
+                continue
             needed = gap.seeds_needed()
             text = "no number of seeds in reason resolves it"
             if needed is not None:
@@ -166,8 +167,3 @@ def power_lines(table: PublishedTable, corpus: str, heads: Sequence[str], seeds:
             )
     title = "Seeds that resolve the paper's gaps in test perplexity (5 %, in four cases of five):"
     return [title, *lines] if lines else []
-
-
-def _published(corpus: str, head: str, stage: Stage) -> Sample:
-    [result] = paper.results(corpus=corpus, head=head, stage=stage, split="test")
-    return Sample(result.perplexity, result.deviation, result.seeds or 0)

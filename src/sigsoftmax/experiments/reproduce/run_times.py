@@ -46,16 +46,20 @@ class RunTimes:
     """Seconds of one run, its share where several are made at once."""
 
     parameters: int
+    """number of parameters of the model"""
     train_epoch: float
+    """with the validation after it"""
     finetune_epoch: float
     evaluation: float
     """evaluation of a trained model on validation and test, in as many columns as are recorded"""
     dynamic_statistics: float
+    """statistics of the gradients, over the training text"""
     dynamic_point: float
     """one point of the grid on validation"""
     dynamic_points: int
     dynamic_test: float
     rank: float
+    """spectrum of the log-output matrix"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,7 @@ class Holder:
     """The process that has a folder."""
 
     process: int
+    """its number on that host"""
     host: str
     since: str
     """ISO 8601, UTC"""

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from sigsoftmax.records.statistics import Gap, Sample
+
 __all__ = [
     "CORPORA",
     "HEADS",
@@ -24,6 +26,7 @@ __all__ = [
     "PublishedTable",
     "Split",
     "Stage",
+    "published_gap",
     "results",
 ]
 
@@ -67,10 +70,11 @@ TABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedResult:
-    """A perplexity."""
+    """A published perplexity."""
 
     corpus: str
     head: str
+    """as in ``HEADS``"""
     stage: Stage
     split: Split
     perplexity: float
@@ -79,6 +83,7 @@ class PublishedResult:
     seeds: int | None = None
     """how many; None where it was not said"""
     source: str
+    """where it was published"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,3 +165,14 @@ def results(
     wanted = {"corpus": corpus, "head": head, "stage": stage, "split": split, "source": source}
     given = {key: value for key, value in wanted.items() if value is not None}
     return [result for result in RESULTS if all(getattr(result, key) == value for key, value in given.items())]
+
+
+def published_gap(corpus: str, first: str, second: str, stage: Stage, split: Split) -> Gap | None:
+    """The gap between two heads in the paper, where it has both."""
+    samples = []
+    for head in (first, second):
+        values = results(corpus=corpus, head=head, stage=stage, split=split)
+        if not values or values[0].seeds is None:
+            return None
+        samples.append(Sample(values[0].perplexity, values[0].deviation, values[0].seeds))
+    return Gap(*samples)

@@ -28,10 +28,12 @@ class LayerDescription:
     """The output layer that was looked at."""
 
     words: int
+    """size of the vocabulary"""
     width: int | None
     """None for a matrix of log-probabilities, whose layer is not known"""
     has_bias: bool
     components: int
+    """1 where the head is no mixture"""
     head: str
     """the output function in use, as `Head.parse` reads it; empty where it is not known"""
     scale: float
@@ -39,11 +41,15 @@ class LayerDescription:
     how_known: str
     """in words: stated, or found in the model and checked against its output"""
     dtype: str
+    """dtype of the weights, or of the entries of a matrix"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TruncationPoint:
+    """The loss of the truncation to one rank, in nats."""
+
     width: int
+    """the rank"""
     kl: float
     """KL of the truncation to that rank; it may rise with the rank, since squares of log P are not nats"""
     bound: float
@@ -67,7 +73,9 @@ class ShareOnLine:
     """left, right or centre"""
     slope: float
     logits: float
+    """share of the logits"""
     probability: float
+    """share of the probability"""
 
 
 @dataclass(frozen=True, kw_only=True)

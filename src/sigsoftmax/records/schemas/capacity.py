@@ -15,7 +15,9 @@ class StartResult:
     """The start of one fit, and where it ended."""
 
     name: str
+    """as ``svd`` or ``random 0``"""
     kl: float
+    """where the fit ended, in nats"""
     iterations: int
     """0 for a contained solution that was carried over exactly and not changed"""
 
@@ -29,18 +31,23 @@ class CapacityResult(MeasuredPayload):
     SUBJECT = ("language", "contexts", "words", "truth", "seed", "head", "width")
 
     language: str
+    """in words"""
     contexts: int
     words: int
     head: str
     width: int
+    """width of a hidden vector; a mixture has one for each component"""
     kl: float
     """the least KL found, in nats; may belong to a contained head (then it is a limit of this one)"""
     fitted_kl: float
     """the least KL of a fit of this head itself; rank and singular values are those of that fit"""
     starts: tuple[StartResult, ...]
     numbers_per_context: int
+    """numbers that a fit chooses for each context: its hidden vectors and logits of priors"""
     output_parameters: int
+    """numbers that a fit chooses for all contexts: the output matrix, the class bias and parameters of the function"""
     rank_bound: int
+    """rank of log Q that theory allows"""
     rank: int
     """singular values of log Q above ``rank_threshold``"""
     rank_threshold: float

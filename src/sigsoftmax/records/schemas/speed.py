@@ -20,13 +20,18 @@ class Measurement(MeasuredPayload):
     """the case: its implementations are measured in one run, and their times do not compare with another's"""
 
     suite: str
+    """as ``cpu`` or ``gpu``: the cases that one program measures"""
     case: str
+    """what was computed, and how large it was"""
     implementation: str
+    """as ``ours sigsoftmax``"""
     baseline: str
     """the implementation that ratios are relative to; its own name if the case compares no times"""
     milliseconds: float
+    """median over the rounds, as the ratio is"""
     milliseconds_quartiles: tuple[float, float]
     ratio: float
+    """time over the baseline's in the same round"""
     ratio_quartiles: tuple[float, float]
     peak_mib: float | None
     """the most that torch's allocator had given out at once, beyond inputs and their gradients"""

@@ -98,22 +98,11 @@ def _judged(
         second=heads[1],
         stage=place[0],
         split=place[1],
-        published=published_gap(corpus, *heads, *place),
+        published=paper.published_gap(corpus, *heads, *place),
         paired=paired,
         relative=perplexity(Sample.of(logs).mean) - 1.0,
         setting=", ".join(changes(variants[0].run)),
     )
-
-
-def published_gap(corpus: str, first: str, second: str, stage: Stage, split: Split) -> Gap | None:
-    """The paper's own, where it has both heads."""
-    samples = []
-    for head in (first, second):
-        values = paper.results(corpus=corpus, head=head, stage=stage, split=split)
-        if not values or values[0].seeds is None:
-            return None
-        samples.append(Sample(values[0].perplexity, values[0].deviation, values[0].seeds))
-    return Gap(*samples)
 
 
 def gap_tables(corpus: str, gaps: Sequence[Judged]) -> list[Table]:
