@@ -34,7 +34,7 @@ from sigsoftmax.report.sections.perplexities import (
     perplexity_table,
     published_text,
 )
-from sigsoftmax.report.tables import plain_text
+from sigsoftmax.report.tables import Table, plain_text
 from sigsoftmax.report.theme import head_label, same_head
 
 NOT_RUN = "not run yet"
@@ -143,9 +143,20 @@ def paper_tables(runs: WholeRuns) -> str:
             made = perplexity_table(table, table.corpus, title, own, runs.looks, missing=NOT_RUN)
         else:
             (made,) = spectra.tables(runs.material, runs.looks, missing=NOT_RUN)
-        blocks.append(f"### {title}\n\n{made.to_markdown(has_notes=False)}")
+        blocks.append(f"### {title}\n\n{markdown_of(made, has_notes=False)}")
         notes += [f"{plain_text(note)}\n" for note in made.notes]
     return "\n".join([*blocks, *dict.fromkeys(notes)])
+
+
+def markdown_of(table: Table, *, has_notes: bool = True) -> str:
+    """A table of the report and its notes; a heading over columns stands before their titles, one over rows in bold."""
+    titles = [f"{c.group}: {c.title.lower()}" if c.group else c.title for c in table.columns]
+    lines = [titles, ["---:" if column.is_number else "---" for column in table.columns]]
+    for row in table.rows:
+        texts = [text.replace("|", "\\|") for text in row.texts]
+        lines.append([f"**{texts[0]}**", *[""] * (len(titles) - 1)] if row.is_heading else texts)
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "\n".join([text, *(f"{plain_text(note)}\n" for note in table.notes if has_notes)])
 
 
 def differences(runs: WholeRuns) -> str:
@@ -154,7 +165,7 @@ def differences(runs: WholeRuns) -> str:
     for corpus in runs.corpora:
         for table in gap_tables(corpus_label(corpus), runs.gaps(corpus)):
             title = table.caption.removesuffix(": are the seeds enough?")
-            blocks.append(f"**{title}**\n\n{table.to_markdown()}")
+            blocks.append(f"**{title}**\n\n{markdown_of(table)}")
     return "\n".join(blocks) or NO_RECORDS
 
 

@@ -11,8 +11,9 @@ import whole_run_pictures
 import whole_runs
 from paper_queue import QUEUE
 from tests.report import synthetic_runs
+from tests.report.test_tables import TABLE
 from whole_run_findings import Claim, claims, findings, summary
-from whole_runs import NOT_RUN, WholeRuns, first_table
+from whole_runs import NOT_RUN, WholeRuns, first_table, markdown_of
 
 from sigsoftmax.records import Payload, Record, append
 from sigsoftmax.records.published import paper
@@ -20,6 +21,7 @@ from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
 from sigsoftmax.records.schemas.spectra import Spectrum
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord, RunIdentity
 from sigsoftmax.report.number_text import NO_BREAK
+from sigsoftmax.report.tables import Column, Row, Table
 
 CHANGES = ("training.epochs=30", "finetuning.epochs=2")
 
@@ -106,6 +108,16 @@ def runs_of(tmp_path: Path):
 def cells(text: str, beginning: str) -> list[str]:
     line = next(line for line in text.splitlines() if line.startswith(f"| {beginning}"))
     return [cell.strip().replace(NO_BREAK, " ") for cell in line.strip("|").split("|")]
+
+
+def test_tables_of_the_report_as_markdown() -> None:
+    lines = markdown_of(TABLE).splitlines()
+    assert lines[:2] == ["| Name | first: valid | first: test | n |", "| --- | ---: | ---: | ---: |"]
+    assert lines[2:4] == ["| **softmax** |  |  |  |", "| paper | 51.2 | 50.5 | 10 |"]
+    assert lines[-2:] == ["", "bold & safe"]
+    assert "bold" not in markdown_of(TABLE, has_notes=False)
+    piped = Table(caption="", columns=[Column("a"), Column("b")], rows=[Row(("x|y", "z"))])
+    assert markdown_of(piped).splitlines()[-1] == "| x\\|y | z |"
 
 
 def test_without_records_every_cell_says_so(tmp_path: Path) -> None:

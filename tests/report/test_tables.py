@@ -1,4 +1,4 @@
-"""Tables on the page, on the terminal and in Markdown."""
+"""Tables on the page and on the terminal."""
 
 import re
 
@@ -34,16 +34,6 @@ def test_text():
     assert re.fullmatch(r"  paper +51\.2 +50\.5 +10", lines[6])
     assert len(lines[6]) == len(lines[7])
     assert lines[-1] == "bold & safe"
-
-
-def test_markdown():
-    lines = TABLE.to_markdown().splitlines()
-    assert lines[:2] == ["| Name | first: valid | first: test | n |", "| --- | ---: | ---: | ---: |"]
-    assert lines[2:4] == ["| **softmax** |  |  |  |", "| paper | 51.2 | 50.5 | 10 |"]
-    assert lines[-2:] == ["", "bold & safe"]
-    assert "bold" not in TABLE.to_markdown(has_notes=False)
-    piped = Table(caption="", columns=[Column("a"), Column("b")], rows=[Row(("x|y", "z"))])
-    assert piped.to_markdown().splitlines()[-1] == "| x\\|y | z |"
 
 
 def test_markup_without_its_tags():

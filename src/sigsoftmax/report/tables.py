@@ -1,4 +1,4 @@
-"""Tables: one description, as HTML for the page, as text for the terminal and as Markdown for the documentation."""
+"""Tables: one description, as HTML for the page and as text for the terminal."""
 
 from __future__ import annotations
 
@@ -174,16 +174,6 @@ class Table:
         written = [row.texts[0] if row.is_heading else next(padded) for row in self.rows]
         rule = "-" * max(map(len, [titles, *written, *groups]))
         return "\n".join([self.caption, rule, *groups, titles, rule, *written, rule, *map(plain_text, self.notes)])
-
-    def to_markdown(self, *, has_notes: bool = True) -> str:
-        """The table, and its notes; a heading over columns stands before their titles, one over rows in bold."""
-        titles = [f"{c.group}: {c.title.lower()}" if c.group else c.title for c in self.columns]
-        lines = [titles, ["---:" if column.is_number else "---" for column in self.columns]]
-        for row in self.rows:
-            texts = [text.replace("|", "\\|") for text in row.texts]
-            lines.append([f"**{texts[0]}**", *[""] * (len(titles) - 1)] if row.is_heading else texts)
-        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        return "\n".join([table, *(f"{plain_text(note)}\n" for note in self.notes if has_notes)])
 
     def _widened_groups(self, sizes: list[int]) -> list[str]:
         """The line of headings over columns, if there are any; ``sizes`` grow where a heading is wider than its own."""

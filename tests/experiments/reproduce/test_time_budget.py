@@ -25,11 +25,16 @@ ONE = Left(
 ALL = 100.0 + 50.0 + 3.0 + 24 * 2.0 + 4.0 + 10.0
 
 
+def total_seconds(plan):
+    dynamic = 4.0 + plan.points * 2.0 if plan.points else 0.0
+    return plan.train_seconds + plan.finetune_seconds + len(plan.left) * (dynamic + plan.ranks * 10.0)
+
+
 def test_with_enough_time_nothing_gives_way():
     plan = TimePlan.of([ONE, ONE], 2 * ALL)
     assert plan.dropped == ()
     assert (plan.train_epochs, plan.finetune_epochs, plan.points, plan.ranks) == (200, 50, 24, True)
-    assert plan.total_seconds == pytest.approx(2 * ALL)
+    assert total_seconds(plan) == pytest.approx(2 * ALL)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +53,7 @@ def test_what_gives_way_in_which_order(seconds, dropped, finetune_epochs, points
     plan = TimePlan.of([ONE], seconds)
     assert plan.dropped == dropped
     assert (plan.train_epochs, plan.finetune_epochs, plan.points, plan.ranks) == (100, finetune_epochs, points, ranks)
-    assert plan.total_seconds <= seconds
+    assert total_seconds(plan) <= seconds
 
 
 def test_training_that_does_not_fit_takes_all_the_time():
@@ -62,7 +67,7 @@ def test_training_that_does_not_fit_takes_all_the_time():
 def test_what_is_done_takes_no_time():
     done = dataclasses.replace(ONE, train_epochs=0, finetune_least=0.0, finetune_most=0.0, evaluation=0.0, points=0)
     plan = TimePlan.of([done], 10.0)
-    assert (plan.dropped, plan.ranks, plan.total_seconds) == ((), True, 10.0)
+    assert (plan.dropped, plan.ranks, total_seconds(plan)) == ((), True, 10.0)
 
 
 def test_a_time_too_short_for_an_epoch_is_refused(tmp_path):

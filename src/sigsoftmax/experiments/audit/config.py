@@ -28,7 +28,7 @@ class AuditConfig:
     """a Hugging Face causal language model (a folder or a name on the hub), a checkpoint of a run, a file .npz or
     .safetensors with the arrays H, W and b, or a file .npy of log-probabilities"""
     text: Path | None = None
-    """a text whose contexts are looked at; None generates a small English one"""
+    """text whose contexts are looked at; None: a small English one that is generated"""
     teacher: str | None = None
     """a Hugging Face model over the same tokens, whose distributions count as the truth"""
     target: str | None = None
@@ -41,7 +41,7 @@ class AuditConfig:
     trust_remote_code: bool = False
     """allows Python code that a Hugging Face model (or teacher) brings along to be run"""
     contexts: int | None = None
-    """None: twice the width, at most 2048, and what the memory holds"""
+    """contexts in which the output is looked at; None: twice the width, at most 2048, and what the memory holds"""
     window: int = 128
     """tokens of the text that the model sees at once"""
     memory_gib: float = 8.0
@@ -49,18 +49,25 @@ class AuditConfig:
     argmax_words: int = 1000
     """words that are asked whether they can ever come first (a sample, if there are more); 0: none"""
     argmax_seconds: float = 60.0
+    """seconds for the question which words can come first"""
     heads: tuple[str, ...] = HEADS
     """output functions to fit to the target, beside the model's own"""
     widths: tuple[int, ...] = ()
     """widths of these fits; empty: that of the layer"""
     fit_contexts: int = 500
+    """contexts of the fits, at most"""
     fit_words: int = 500
+    """words of the fits, at most: the likeliest"""
     starts: int = 3
     """starting points of each fit, at least"""
     iterations: int = 300
+    """iterations of each fit, at most"""
     workers: int = 2
+    """number of processes"""
     device: str = "cpu"
+    """cpu, cuda or cuda:1"""
     seed: int = 0
+    """seed of all that is drawn: contexts, words, and starts of the fits"""
     out: Path = Path("runs/audit")
     """folder for the records"""
 

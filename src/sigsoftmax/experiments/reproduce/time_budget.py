@@ -100,10 +100,6 @@ class TimePlan:
         return any(one.rank for one in self.left)
 
     @property
-    def total_seconds(self) -> float:
-        return self.train_seconds + self.finetune_seconds + _later(self.left, self.points, ranks=self.ranks)
-
-    @property
     def dropped(self) -> tuple[str, ...]:
         """The stages that do not fit, or fit in part."""
         finetuning = sum(one.finetune_most for one in self.left)

@@ -54,8 +54,8 @@ class Holder:
 
     @classmethod
     def here(cls) -> Holder:
-        now = dt.datetime.now(dt.UTC).replace(microsecond=0)
-        return cls(process=os.getpid(), host=platform.node(), since=now.isoformat().replace("+00:00", "Z"))
+        now = f"{dt.datetime.now(dt.UTC):%Y-%m-%dT%H:%M:%SZ}"
+        return cls(process=os.getpid(), host=platform.node(), since=now)
 
     def __str__(self) -> str:
         # From a file: nothing in it may steer a terminal.
