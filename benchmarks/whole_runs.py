@@ -264,7 +264,7 @@ def times(runs: WholeRuns) -> str:
         at_once = 1
         for phase in ("train", "finetune"):
             epochs = list(runs.curve(variant, phase, seed).values())
-            seconds = sum(e.seconds_training + e.seconds_validation for e in epochs)
+            seconds = sum(e.seconds for e in epochs)
             at_once = max([at_once, *(e.concurrent_runs for e in epochs)])
             ended = f", ended {finetuning_end(epochs)}" if phase == "finetune" and epochs else ""
             cells.append(f"{len(epochs)} epochs, {seconds_text(seconds)}{ended}" if epochs else "")

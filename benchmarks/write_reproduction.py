@@ -214,7 +214,7 @@ def times(records: Records) -> str:
             groups[epoch.run.recipe, arithmetic(epoch), where.device, epoch.concurrent_runs].append(epoch)
     rows = []
     for (recipe, precision, device, at_once), epochs in sorted(groups.items()):
-        seconds = statistics.median(e.seconds_training + e.seconds_validation for e in epochs)
+        seconds = statistics.median(e.seconds for e in epochs)
         memory = max((e.peak_mib or 0.0) for e in epochs) / at_once
         rows.append(
             [recipe, precision, device, str(at_once), f"{seconds:.2f}", f"{seconds / at_once:.2f}", f"{memory:.0f}"]

@@ -3,8 +3,10 @@
 import random
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
+from sigsoftmax.experiments.reproduce.run_times import RunTimes
 from sigsoftmax.experiments.runs.run import Resources, Run, chosen_recipes, planned_runs
 
 CHANGES = (
@@ -43,6 +45,12 @@ def small_runs(folder: Path, *names: str, seeds: tuple[int, ...] = (1,), changes
 
 def small_resources(folder: Path, **options) -> Resources:
     return Resources(data=write_text(folder / "text"), **options)
+
+
+def run_times(**changes: float) -> RunTimes:
+    """Times of a run: a second for each stage, unless something else is said."""
+    ones = dict.fromkeys((field.name for field in fields(RunTimes)), 1.0)
+    return RunTimes(**{**ones, "parameters": 2, "dynamic_points": 2, **changes})
 
 
 def command(*words: object) -> list[str]:

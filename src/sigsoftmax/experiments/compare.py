@@ -317,7 +317,7 @@ def measure(run: Run, corpus: Corpus, resources: Resources) -> ComparedRun:
             rank_bound=head.rank_bound(spectrum.words, spectrum.contexts, run.recipe.model.embedding),
             words=spectrum.words,
             contexts=spectrum.contexts,
-            seconds=sum(epoch.seconds_training + epoch.seconds_validation for epoch in epochs),
+            seconds=sum(epoch.seconds for epoch in epochs),
         ),
         spectrum=ModelSpectrum(run=loaded.run, split="test", spectrum=spectrum),
     )

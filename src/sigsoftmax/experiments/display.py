@@ -140,7 +140,7 @@ def epoch_line(progress: Progress, seconds_left: float | None) -> str:
 
 def _epoch_seconds(progress: Progress) -> float:
     assert progress.record is not None
-    return progress.record.seconds_training + progress.record.seconds_validation
+    return progress.record.seconds
 
 
 class Forecast:

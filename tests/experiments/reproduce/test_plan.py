@@ -4,24 +4,16 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.experiments.small_runs import small_resources, small_runs
+from tests.experiments.small_runs import run_times, small_resources, small_runs
 
 from sigsoftmax.experiments.reproduce.plan import Left, describe_plan, power_lines, steps_of
-from sigsoftmax.experiments.reproduce.run_times import RunTimes, measure_times
+from sigsoftmax.experiments.reproduce.run_times import measure_times
 from sigsoftmax.experiments.runs.run import chosen_recipes, planned_runs
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.published import paper
 
-TIMES = RunTimes(
-    evaluation=0.0,
-    parameters=24_221_600,
-    train_epoch=10.0,
-    finetune_epoch=11.0,
-    dynamic_statistics=30.0,
-    dynamic_point=50.0,
-    dynamic_points=24,
-    dynamic_test=60.0,
-    rank=9.0,
+TIMES = run_times(
+    train_epoch=10.0, finetune_epoch=11.0, dynamic_statistics=30.0, dynamic_point=50.0, dynamic_test=60.0, rank=9.0
 )
 TABLES = {table.number: table for table in paper.TABLES}
 
@@ -39,8 +31,8 @@ def test_times_are_those_of_all_stages():
     assert left.dynamic == 30.0 + 24 * 50.0 + 60.0
     assert left.rank == 9.0
     text = describe_plan("Table 1", runs, {"ptb-softmax": TIMES}, steps_of(TABLES[1]), Path("no/such"), "cuda")
-    least = 2 * (left.train + left.finetune_least + left.dynamic + left.rank)
-    most = 2 * (left.train + left.finetune_most + left.dynamic + left.rank)
+    assert left.evaluation == 2 * 1.0
+    least, most = (2 * (left.fixed + finetuning) for finetuning in (left.finetune_least, left.finetune_most))
     assert f"In all {duration_text(least)} to {duration_text(most)} on this machine (cuda)" in text
     assert "1 heads x 2 seeds" in text
 
@@ -53,7 +45,7 @@ def test_the_table_of_ranks_needs_no_dynamic_evaluation():
 
 def test_checkpoints_that_do_not_fit_are_foretold():
     runs = runs_of("ptb-softmax")
-    huge = {"ptb-softmax": RunTimes(**{**vars(TIMES), "parameters": 10**15})}
+    huge = {"ptb-softmax": run_times(parameters=10**15)}
     assert "that may not be enough" in describe_plan("T", runs, huge, steps_of(TABLES[1]), Path(), "cpu")
 
 

@@ -4,17 +4,15 @@ import dataclasses
 import io
 
 import pytest
-from tests.experiments.small_runs import SINGLE, small_resources
+from tests.experiments.small_runs import SINGLE, run_times, small_resources
 
 from sigsoftmax.experiments.display import PlainLines
 from sigsoftmax.experiments.reproduce import run as reproduce
 from sigsoftmax.experiments.reproduce.run import ReproduceConfig, run
-from sigsoftmax.experiments.reproduce.run_times import RunTimes
 from sigsoftmax.lm.training.trainer import Diverged
 from sigsoftmax.records import read
 
-SECONDS = ("train_epoch", "finetune_epoch", "evaluation", "dynamic_statistics", "dynamic_point", "dynamic_test", "rank")
-TIMES = RunTimes(**dict.fromkeys(("parameters", "dynamic_points"), 2), **dict.fromkeys(SECONDS, 1.0))
+TIMES = run_times()
 
 
 def config_in(folder, **options):

@@ -44,7 +44,7 @@ def finish_trial(trial: Trial, corpus: Corpus, resources: Resources) -> TrialRec
         test_loss=losses["test"],
         kl=None if measured is None else measured.record.kl,
         entropy_rate=None if corpus.language is None else corpus.language.entropy_rate,
-        seconds=sum(epoch.seconds_training + epoch.seconds_validation for epoch in epochs),
+        seconds=sum(epoch.seconds for epoch in epochs),
     )
     stored: list[Payload] = [record] if measured is None else [record, measured.record, measured.spectrum]
     environment = Environment.here(resolve_device(resources.device))

@@ -87,6 +87,11 @@ class EpochRecord(MeasuredPayload):
     def valid_perplexity(self) -> float:
         return perplexity(self.valid_loss)
 
+    @property
+    def seconds(self) -> float:
+        """Duration of training and validation."""
+        return self.seconds_training + self.seconds_validation
+
 
 @dataclass(frozen=True, kw_only=True)
 class SplitMeasurement(MeasuredPayload):

@@ -297,7 +297,7 @@ def _averaging_began(records: Iterable[EpochRecord]) -> int | None:
 
 
 def _epoch_time(records: Iterable[EpochRecord]) -> str:
-    return seconds_text(Sample.of([r.seconds_training + r.seconds_validation for r in records]).mean)
+    return seconds_text(Sample.of([r.seconds for r in records]).mean)
 
 
 def _peak_text(records: Iterable[EpochRecord]) -> str:

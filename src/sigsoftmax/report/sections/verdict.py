@@ -175,7 +175,7 @@ def _ranked_variant(head: str, variant: Variant, place: Place) -> RankedHead:
         head=head,
         values=losses,
         losses=losses,
-        seconds={seed: sum(e.seconds_training + e.seconds_validation for e in own) for seed, own in epochs.items()},
+        seconds={seed: sum(e.seconds for e in own) for seed, own in epochs.items()},
         epochs={seed: len(own) for seed, own in epochs.items()},
         parameters=frozenset({variant.run.parameters}),
     )
