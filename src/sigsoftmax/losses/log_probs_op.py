@@ -88,17 +88,7 @@ def _fake_op(
 
 
 _op = PackedOp("sigsoftmax::log_probs", log_probs_spec, _compute_op, _fake_op)
-
-
-def _op_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*_op.keep_options(ctx, inputs).flat)
-
-
-def _op_backward(ctx: Any, by_log_p_NV: Tensor, *_: Any) -> tuple[Any, ...]:
-    return _op.recomputed(ctx, by_log_p_NV)
-
-
-_op.op.register_autograd(_op_backward, setup_context=_op_context)
+_op.register_recomputing_backward()
 
 
 def _traced_log_probs(spec: LogProbsSpec, operands: Operands) -> Tensor:

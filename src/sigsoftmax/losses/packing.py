@@ -72,7 +72,7 @@ class PackedOp:
     """An op of torch.library whose arguments are a packed call, and whose last results are packed gradients.
 
     The gradients are those of its first result if it is given the incoming gradient, ``by_output``. Its schema is read
-    from its fake. ``make_spec`` is ``loss_spec`` or ``log_probs_spec``.
+    from its fake. ``make_spec`` is ``loss_spec``, ``log_probs_spec`` or ``statistics_spec``.
     """
 
     def __init__(
@@ -134,6 +134,17 @@ class PackedOp:
         ctx.arguments = len(operands.arguments)
         ctx.options = {name: value for name, value in given.items() if name not in OPERANDS}
         return operands
+
+    def register_recomputing_backward(self) -> None:
+        """Register a backward for which the op saves its operands and is called again."""
+
+        def save_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+            ctx.save_for_backward(*self.keep_options(ctx, inputs).flat)
+
+        def backward(ctx: Any, by_output: Tensor, *_: Any) -> tuple[Any, ...]:
+            return self.recomputed(ctx, by_output)
+
+        self.op.register_autograd(backward, setup_context=save_operands)
 
     def recomputed(self, ctx: Any, by_output: Tensor) -> tuple[Any, ...]:
         """The backward of an op that saved its operands."""

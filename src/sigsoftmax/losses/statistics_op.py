@@ -143,14 +143,4 @@ def _fake_op(
 
 
 _op = PackedOp("sigsoftmax::token_statistics", statistics_spec, _compute_op, _fake_op)
-
-
-def _op_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*_op.keep_options(ctx, inputs).flat)
-
-
-def _op_backward(ctx: Any, by_statistics_NC: Tensor, *_: Any) -> tuple[Any, ...]:
-    return _op.recomputed(ctx, by_statistics_NC)
-
-
-_op.op.register_autograd(_op_backward, setup_context=_op_context)
+_op.register_recomputing_backward()
