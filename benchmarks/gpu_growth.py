@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from gpu_losses import ours_linear, ours_logits, step_of
-from gpu_machine import SUITE, Machine
+from gpu_machine import Machine, gpu_case
 from gpu_problems import linear_problem, logits_problem
-from measuring import Case, Measurement, Step
+from measuring import Measurement, Step
 
 
 def logits_growth(machine: Machine, shapes: Sequence[tuple[int, int]], letter: str, rounds: int) -> list[Measurement]:
@@ -70,8 +70,7 @@ def _growing(
     target: str,
 ) -> list[Measurement]:
     steps = {row: step(shape) for row, (_, shape) in sizes.items()}
-    case = Case(
-        suite=SUITE,
+    case = gpu_case(
         name=name,
         baseline=next(iter(steps)),
         implementations=steps,

@@ -18,9 +18,9 @@ from gpu_losses import (
     torch_linear_of,
     under_autocast,
 )
-from gpu_machine import SUITE, Machine
+from gpu_machine import Machine, gpu_case
 from gpu_problems import DEVIATIONS, Implementation, Problem, linear_problem, relative_errors
-from measuring import MIB, Case, Measurement, Products, Step
+from measuring import MIB, Measurement, Products, Step
 from torch import Tensor
 
 Shape = tuple[int, int, int]
@@ -97,8 +97,7 @@ def time_against_memory(
     losses = {name: loss for name, loss in losses.items() if loss.function == "softmax"}
     losses = those_that_work(machine, losses, problem)
     machine.empty_cache()
-    case = Case(
-        suite=SUITE,
+    case = gpu_case(
         name=f"time against memory, linear cross-entropy, bf16, {shape_text(shape)}",
         baseline="torch.compile softmax",
         implementations={name: step_of(loss.loss, problem) for name, loss in losses.items()},
@@ -128,8 +127,7 @@ def bfloat16_weights(
     steps: dict[str, Step] = {name: step_of(loss.loss, problem) for name, loss in losses.items()}
     assert problem.weight is not None
     steps[FLOOR] = three_products(problem.hidden, problem.weight)
-    case = Case(
-        suite=SUITE,
+    case = gpu_case(
         name=f"linear cross-entropy, bf16, {'peaked logits, ' if peaked else ''}{shape_text(shape)}",
         baseline="torch.compile softmax",
         implementations=steps,
@@ -150,8 +148,7 @@ def float32_weights(machine: Machine, shape: Shape, ratio: float, rounds: int) -
     compiled = Implementation("softmax", torch_linear_of("softmax", machine.compiled(torch_linear)))
     losses = {"torch.compile softmax": under_autocast(machine, compiled), **own}
     problem = make(has_bias=False)
-    case = Case(
-        suite=SUITE,
+    case = gpu_case(
         name=f"linear cross-entropy, float32 weights under bf16 autocast, {shape_text(shape)}",
         baseline="torch.compile softmax",
         implementations={name: step_of(loss.loss, problem) for name, loss in losses.items()},
@@ -177,10 +174,8 @@ def small(machine: Machine, peers: Peers, shape: Shape, rounds: int) -> list[Mea
         {name: loss for name, loss in losses.items() if name != "torch softmax"}, of_deviations(make)
     )
     steps = {name: step_of(loss.loss, problem) for name, loss in losses.items()}
-    for name in ("torch softmax", "ours sigsoftmax", "ours softmax"):
-        steps[f"{name} in a CUDA graph"] = machine.captured(steps[name])
-    case = Case(
-        suite=SUITE,
+    steps |= machine.graphs({name: steps[name] for name in ("torch softmax", "ours sigsoftmax", "ours softmax")})
+    case = gpu_case(
         name=f"linear cross-entropy, bf16, {shape_text(shape)}",
         baseline="torch softmax",
         implementations=steps,
@@ -205,8 +200,7 @@ def recomputing(machine: Machine, shape: Shape, rounds: int) -> list[Measurement
         FLOOR: three_products(problem.hidden, problem.weight),
         "ours sigsoftmax": step_of(ours_linear("sigsoftmax").loss, problem),
     }
-    case = Case(
-        suite=SUITE,
+    case = gpu_case(
         name=f"keeping a slab of logits, or none: in CUDA graphs, bf16, {shape_text(shape)}",
         baseline=five,
         implementations={name: machine.captured(step) for name, step in steps.items()},
@@ -218,13 +212,10 @@ def recomputing(machine: Machine, shape: Shape, rounds: int) -> list[Measurement
 def beside_sigsoftmax(machine: Machine, shape: Shape, rounds: int) -> list[Measurement]:
     """softmax through our path and sigsoftmax alone, so that their ratio is taken within a round."""
     problem = linear_problem(machine.device, *shape)
-    steps: dict[str, Step] = {}
-    for function in ("sigsoftmax", "softmax"):
-        name = f"ours {function}"
-        steps[name] = step_of(ours_linear(function, "fast", SLABS_MIB["fast"]).loss, problem)
-        steps[f"{name} in a CUDA graph"] = machine.captured(steps[name])
-    case = Case(
-        suite=SUITE,
+    losses = {f"ours {f}": ours_linear(f, "fast", SLABS_MIB["fast"]) for f in ("sigsoftmax", "softmax")}
+    steps = {name: step_of(loss.loss, problem) for name, loss in losses.items()}
+    steps |= machine.graphs(steps)
+    case = gpu_case(
         name=f"softmax beside sigsoftmax, linear cross-entropy, bf16, fast, {shape_text(shape)}",
         baseline="ours sigsoftmax",
         implementations=steps,

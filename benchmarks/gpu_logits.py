@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 from gpu_losses import Peers, logits_losses, ours_logits, step_of, those_that_work
-from gpu_machine import SUITE, Machine
+from gpu_machine import Machine, gpu_case
 from gpu_problems import DEVIATIONS, Problem, logits_problem, relative_errors
-from measuring import MEMBERS, Case, Measurement, Products, Step
+from measuring import MEMBERS, Measurement, Products, Step
 
 from sigsoftmax import OutputFunction
 
@@ -55,8 +55,7 @@ def whole_steps(
         # It overwrites its input. A copy would be timed with it, so its next input is whatever it left.
         scratch = first.hidden.detach().clone().requires_grad_()
         steps[IN_PLACE] = Step(lambda: liger(scratch, first.target), [scratch])
-    case = Case(
-        suite=SUITE,
+    case = gpu_case(
         name=f"cross-entropy of {'peaked ' if peaked else ''}bf16 logits, {shape_text(tokens, classes)}",
         baseline="torch.compile softmax",
         implementations=steps,
@@ -114,8 +113,7 @@ def device_alone(machine: Machine, tokens: int, classes: int, rounds: int) -> li
             replays[f"the kernel of {function} with all rows in the cache"] = machine.captured(
                 rows_in_the_cache(function, tokens, classes)
             )
-    case = Case(
-        suite=SUITE,
+    case = gpu_case(
         name=f"cross-entropy of bf16 logits without the host (CUDA graphs), {shape_text(tokens, classes)}",
         baseline="ours softmax",
         implementations=replays,
@@ -127,8 +125,7 @@ def device_alone(machine: Machine, tokens: int, classes: int, rounds: int) -> li
 def beside_softmax(machine: Machine, tokens: int, classes: int, rounds: int) -> list[Measurement]:
     """sigsoftmax and softmax alone, so that their ratio is taken within a round."""
     problem = logits_problem(machine.device, tokens, classes)
-    case = Case(
-        suite=SUITE,
+    case = gpu_case(
         name=f"sigsoftmax beside softmax, bf16 logits, {shape_text(tokens, classes)}",
         baseline="ours softmax",
         implementations={f"ours {f}": step_of(ours_logits(f), problem) for f in ("softmax", "sigsoftmax")},
@@ -151,8 +148,7 @@ def classifier(
             for function in ("softmax", "sigsoftmax")
         },
     }
-    case = Case(
-        suite=SUITE,
+    case = gpu_case(
         name=f"a classifier's bf16 logits, {f'label smoothing {label_smoothing:g}, ' if label_smoothing else ''}"
         f"{shape_text(tokens, classes)}",
         baseline="torch softmax",

@@ -29,6 +29,10 @@ from torch import Tensor
 SUITE = "gpu"
 
 
+def gpu_case(name: str, baseline: str, implementations: Mapping[str, Step], targets: Mapping[str, str]) -> Case:
+    return Case(suite=SUITE, name=name, baseline=baseline, implementations=implementations, targets=targets)
+
+
 class Replay(Products):
     """A step captured in a CUDA graph; its memory is the graph's own, and its gradients stay there."""
 
@@ -71,6 +75,10 @@ class Machine:
             step()
         # The graph writes to memory that belongs to the step.
         return Replay(lambda step=step: graph.replay() or torch.empty(0), [])
+
+    def graphs(self, steps: Mapping[str, Step]) -> dict[str, Step]:
+        """Steps as graphs, under names that say so."""
+        return {f"{name} in a CUDA graph": self.captured(step) for name, step in steps.items()}
 
     def milliseconds_of(self, run: Callable[[], object]) -> float:
         return gpu_milliseconds(run) if self.is_cuda else cpu_milliseconds(run)

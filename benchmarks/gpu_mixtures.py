@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from gpu_linear import FLOOR, of_deviations, three_products
 from gpu_losses import ours_mixture, step_of, torch_mixture
-from gpu_machine import SUITE, Machine, float32_products
+from gpu_machine import Machine, float32_products, gpu_case
 from gpu_problems import Implementation, Problem, mixture_problem, relative_errors
-from measuring import Case, Measurement, Step
+from measuring import Measurement, Step
 from torch import Tensor
 
 Shape = tuple[int, int, int, int]
@@ -64,8 +64,7 @@ def _measured(machine: Machine, mixture: Mixture, rounds: int) -> list[Measureme
         steps[name] = step_of(loss.loss, problem)
         if mixture.is_small:
             steps[f"{name}, in a CUDA graph"] = machine.captured(steps[name])
-    case = Case(
-        suite=SUITE,
+    case = gpu_case(
         name="mixture cross-entropy, {} products, N={} K={} d={} V={}".format(mixture.products, *mixture.shape),
         baseline=FLOOR,
         implementations=steps,
