@@ -40,8 +40,9 @@ from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.recipes import recipe, with_overrides, written_changes
 from sigsoftmax.lm.training.evaluation import evaluate
+from sigsoftmax.lm.training.progress import Diverged
 from sigsoftmax.lm.training.saved_models import load_model
-from sigsoftmax.lm.training.trainer import Diverged, resolve_device
+from sigsoftmax.lm.training.trainer import resolve_device
 from sigsoftmax.records import Environment, Record, store
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self, TextIO
 
 from sigsoftmax.experiments.runs.run import Run
-from sigsoftmax.lm.training.trainer import PART, Progress
+from sigsoftmax.lm.training.progress import Progress
+from sigsoftmax.lm.training.trainer import PART
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.terminal import above_bars, clear_line, console
 

@@ -27,8 +27,8 @@ from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.recipes import recipe, with_overrides
 from sigsoftmax.lm.training.interruption import OutOfTime
-from sigsoftmax.lm.training.trainer import Diverged
-from sigsoftmax.lm.training.trainer import Progress as TrainingProgress
+from sigsoftmax.lm.training.progress import Diverged
+from sigsoftmax.lm.training.progress import Progress as TrainingProgress
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.published import paper
 from sigsoftmax.records.published.paper import PublishedTable

@@ -31,7 +31,8 @@ from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, Run
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.training.interruption import OutOfTime, SoftStop
-from sigsoftmax.lm.training.trainer import PART, Diverged, Progress, Trainer, run_together
+from sigsoftmax.lm.training.progress import Diverged, Progress
+from sigsoftmax.lm.training.trainer import PART, Trainer, run_together
 from sigsoftmax.terminal import escape_output
 
 __all__ = ["After", "Executor", "Failed", "InProcesses", "InTurns", "Watch", "train_alone", "train_runs"]

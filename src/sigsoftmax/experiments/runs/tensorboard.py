@@ -8,7 +8,7 @@ from typing import Any
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.experiments.runs.run import Run
-from sigsoftmax.lm.training.trainer import Progress
+from sigsoftmax.lm.training.progress import Progress
 
 __all__ = ["TensorBoard"]
 

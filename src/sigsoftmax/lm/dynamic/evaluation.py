@@ -43,7 +43,7 @@ from sigsoftmax.lm.dynamic.windows import (
     trainable_copy,
 )
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.training.trainer import Diverged
+from sigsoftmax.lm.training.progress import Diverged
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, RunIdentity
 from sigsoftmax.records.statistics import perplexity
 

@@ -21,7 +21,7 @@ from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluation, DynamicEvaluator
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.windows import DynamicProgress, PassOptions, Watch, check_text, window_count
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.training.trainer import Diverged
+from sigsoftmax.lm.training.progress import Diverged
 
 __all__ = ["GridSearch", "grid", "search"]
 

@@ -18,7 +18,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,6 +32,7 @@ from sigsoftmax.lm.training.evaluation import Evaluation, Evaluator
 from sigsoftmax.lm.training.interruption import OutOfTime, SoftStop
 from sigsoftmax.lm.training.options import Phase, TrainerOptions, resolve_device
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision
+from sigsoftmax.lm.training.progress import Diverged, Progress
 from sigsoftmax.lm.training.run_state import RunState
 from sigsoftmax.lm.training.saved_models import first_not_finite
 from sigsoftmax.records import Environment, Record, append
@@ -44,32 +44,6 @@ PART = 200
 """updates whose losses are averaged for a look at training"""
 IN_FLIGHT = 8
 """updates given to a GPU before the host waits for it: enough to hide the host, few enough to stay in step"""
-
-
-class Diverged(ArithmeticError):
-    """The loss, or what the run would save, is no longer finite; other runs of the process can go on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The position of a run, for whoever watches."""
-
-    epoch: int
-    epochs: int
-    update: int
-    """number of the update in the epoch"""
-    row: int
-    rows: int
-    tokens_per_second: float
-    """speed in the epoch so far"""
-    seconds_left: float | None
-    """time until the end of the epoch"""
-    loss: float | None
-    """mean of the last full part of the epoch"""
-    record: EpochRecord | None = None
-    """given when an epoch has ended"""
-    note: str | None = None
-    """said once, before a run begins"""
 
 
 class Trainer:
