@@ -101,7 +101,7 @@ def rank_bounds(**changes: Any) -> RankBounds:
 
 
 def audit(**changes: Any) -> Audit:
-    """A whole audit without bounds, which an audit has in place of a spectrum where the matrix is too large."""
+    """A whole audit, but for the bounds of the rank: :func:`rank_bounds` makes some."""
     layer = LayerDescription(
         words=128_256,
         width=2048,
