@@ -81,7 +81,7 @@ def last_epoch(variant: Variant) -> int:
 
 
 def model_name(corpus: str, variant: Variant, seed: int) -> str:
-    return f"{head_label(variant.run.head)}, {corpus_label(corpus)}, seed {seed}, {variant.epochs_text()} epochs"
+    return f"{head_label(variant.run.head)}, {corpus_label(corpus)}, seed {seed}, {variant.epochs_text(seed)} epochs"
 
 
 def seeds_text(count: int) -> str:

@@ -99,11 +99,12 @@ class Variant:
         found = self.perplexities.get(place)
         return Sample.of(list(found.values())) if found else None
 
-    def epochs_text(self) -> str:
-        """Epochs of training, and of finetuning after a plus; least to most where seeds differ."""
+    def epochs_text(self, seed: int | None = None) -> str:
+        """Epochs of training, and of finetuning after a plus, of one seed; least to most of all seeds if it is None."""
         lengths = []
+        runs = self.epochs.values() if seed is None else [self.epochs[seed]]
         for phase in PHASES:
-            own = [[e.epoch for e in found if e.run.phase == phase] for found in self.epochs.values()]
+            own = [[e.epoch for e in found if e.run.phase == phase] for found in runs]
             if any(own):
                 lengths.append(range_text(max(found) for found in own if found))
         return " + ".join(lengths) or DASH
