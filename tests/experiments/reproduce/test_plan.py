@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from tests.experiments.small_runs import run_times, small_resources, small_runs
 
+from sigsoftmax.experiments.reproduce import run_times as measuring
 from sigsoftmax.experiments.reproduce.plan import Left, describe_plan, power_lines, steps_of
 from sigsoftmax.experiments.reproduce.run_times import measure_times
 from sigsoftmax.experiments.runs.run import chosen_recipes, planned_runs
+from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.published import paper
 
@@ -75,3 +77,20 @@ def test_times_are_measured(at_once, tmp_path):
     assert times.dynamic_points == 2
     words = 16
     assert times.parameters == words * 6 + words + 4 * 8 * (6 + 8 + 2) + 4 * 6 * (8 + 6 + 2)
+
+
+def test_points_of_the_grid_are_timed_as_many_at_once_as_the_search_evaluates(tmp_path, monkeypatch):
+    made = []
+
+    class Evaluator(DynamicEvaluator):
+        def __init__(self, *args, **options):
+            made.append(options["at_once"])
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(measuring, "DynamicEvaluator", Evaluator)
+    monkeypatch.setattr(measuring, "points_at_once", lambda resources, device: resources.at_once)
+    resources = small_resources(tmp_path, at_once=2)
+    recipe = small_runs(tmp_path, "tiny-softmax")[0].recipe
+    times = measure_times(recipe, resources.corpus("ptb"), resources)
+    assert made == [1, 2]
+    assert times.dynamic_point > 0.0

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sigsoftmax.experiments.runs.dynamic import points_at_once
 from sigsoftmax.experiments.runs.run import Resources
 from sigsoftmax.lm.config import Recipe, TrainingConfig
 from sigsoftmax.lm.data.corpus import Corpus, WindowLengths, batchify
-from sigsoftmax.lm.dynamic.evaluation import DynamicProgress, GradientStatistics, adapt
+from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator, DynamicProgress, GradientStatistics
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.search import grid
 from sigsoftmax.lm.dynamic.windows import window_count
@@ -55,7 +56,7 @@ class RunTimes:
     dynamic_statistics: float
     """statistics of the gradients, over the training text"""
     dynamic_point: float
-    """one point of the grid on validation"""
+    """one point of the grid on validation, its share where several points are evaluated at once"""
     dynamic_points: int
     dynamic_test: float
     rank: float
@@ -107,7 +108,7 @@ def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTi
         training = _measured_training(recipe, corpus, resources, device, sharing)
         model, validation = training.model, training.validation
         one_column = _evaluation_seconds(model, corpus.valid, 1, resources) / sharing
-        statistics, dynamic = _dynamic_seconds(recipe, corpus, model, resources)
+        dynamic = _dynamic_seconds(recipe, corpus, model, resources)
 
     settings = recipe.dynamic_evaluation
     valid, test = (window_count(text.numel(), settings.window) for text in (corpus.valid, corpus.test))
@@ -117,10 +118,10 @@ def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTi
         train_epoch=training.epoch(recipe, recipe.training, corpus),
         finetune_epoch=training.epoch(recipe, recipe.finetuning, corpus),
         evaluation=validation + one_column * (1.0 + corpus.test.numel() / corpus.valid.numel()),
-        dynamic_statistics=statistics * training_windows,
-        dynamic_point=dynamic * valid,
+        dynamic_statistics=dynamic.statistics * training_windows,
+        dynamic_point=dynamic.in_grid * valid,
         dynamic_points=len(grid(settings)),
-        dynamic_test=dynamic * test,
+        dynamic_test=dynamic.alone * test,
         rank=_rank_seconds(len(corpus.vocabulary), corpus.test.numel(), device),
     )
 
@@ -226,8 +227,17 @@ def _evaluation_seconds(model: LanguageModel, ids_L: Tensor, batch: int, resourc
     return seconds / few * windows
 
 
-def _dynamic_seconds(recipe: Recipe, corpus: Corpus, model: LanguageModel, resources: Resources) -> tuple[float, float]:
-    """Seconds of a window of the statistics, and of one that adapts."""
+@dataclass(frozen=True, kw_only=True)
+class _WindowSeconds:
+    """Seconds per window of the parts of dynamic evaluation."""
+
+    statistics: float
+    in_grid: float
+    """share of one point while as many are evaluated at once as the search evaluates"""
+    alone: float
+
+
+def _dynamic_seconds(recipe: Recipe, corpus: Corpus, model: LanguageModel, resources: Resources) -> _WindowSeconds:
     settings = recipe.dynamic_evaluation
     last: dict[bool, float] = {}
 
@@ -240,8 +250,23 @@ def _dynamic_seconds(recipe: Recipe, corpus: Corpus, model: LanguageModel, resou
     )
     # A model that has not been trained may not survive the usual rates.
     rates = Rates(learning_rate=0.0, decay=min(settings.decays), epsilon=settings.epsilon)
-    adapt(model, statistics, corpus.valid, rates, limit=DYNAMIC_WINDOWS, precision=resources.precision, progress=look)
-    return last.get(False, 0.0), last.get(True, 0.0)
+
+    def window_seconds(at_once: int) -> float:
+        evaluator = DynamicEvaluator(
+            *(model, statistics, corpus.valid),
+            at_once=at_once,
+            limit=DYNAMIC_WINDOWS,
+            precision=resources.precision,
+            progress=look,
+        )
+        for _ in evaluator.launch(*[rates] * at_once):
+            pass
+        return last.get(True, 0.0) / at_once
+
+    alone = window_seconds(1)
+    at_once = min(points_at_once(resources, model.embedding.device), len(grid(settings)))
+    in_grid = alone if at_once == 1 else window_seconds(at_once)
+    return _WindowSeconds(statistics=last.get(False, 0.0), in_grid=in_grid, alone=alone)
 
 
 def _rank_seconds(words: int, contexts: int, device: torch.device) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from sigsoftmax.experiments.display import Pace, Say, counted, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, checkpoint_file, payloads, run_folder, text_of
@@ -19,7 +21,7 @@ from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord
 
-__all__ = ["DynamicConfig", "known_runs", "run", "search_grid"]
+__all__ = ["DynamicConfig", "known_runs", "points_at_once", "run", "search_grid"]
 
 FILE = "dynamic.jsonl"
 SHOW_SECONDS = 1.0
@@ -44,6 +46,11 @@ class DynamicConfig:
             raise ValueError("give both --learning-rate and --decay, or neither for the recipe's grid")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1 window, got {self.limit}")
+
+
+def points_at_once(resources: Resources, device: torch.device) -> int:
+    """Points of the grid that share the device: on a CPU each of them would only take the time of the others."""
+    return resources.at_once if device.type == "cuda" else 1
 
 
 def run(config: DynamicConfig, say: Say, progress: Say = lambda _: None) -> list[DynamicEvaluation]:
@@ -111,7 +118,7 @@ def search_grid(
             subject.corpus.test,
             finished=known,
             keep=keep,
-            at_once=resources.at_once if subject.device.type == "cuda" else 1,
+            at_once=points_at_once(resources, subject.device),
             limit=limit,
             precision=resources.precision,
             progress=subject.watch,
