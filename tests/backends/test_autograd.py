@@ -543,6 +543,40 @@ def test_compiled_with_sizes_that_change() -> None:
             assert_same(a, e, tolerance=1e-12)
 
 
+def sum_of_entropies(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    entropy = sigsoftmax.linear_token_statistics(hidden, weight, target, function="sigsoftmax", entropy=True).entropy
+    assert entropy is not None
+    return entropy.sum()
+
+
+OF_A_SUBSET: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "loss": lambda h, w, t: sigsoftmax.linear_cross_entropy(h, w, t, function="sigsoftmax"),
+    "losses": lambda h, w, t: sigsoftmax.linear_cross_entropy(h, w, t, function="sigsoftmax", reduction="none").sum(),
+    "log_probs": lambda h, w, t: sigsoftmax.log_probs(h @ w.T, function="sigsoftmax").square().sum(),
+    "entropies": sum_of_entropies,
+}
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("call", OF_A_SUBSET.values(), ids=OF_A_SUBSET)
+def test_compiled_with_a_number_of_tokens_that_depends_on_data(
+    call: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> None:
+    """As where padding is cut away before the output layer."""
+    hidden, weight, target = leaf(8, D), leaf(V, D), torch.tensor([1, -100, 0, 3, -100, 2, 1, 0])
+
+    def of_kept(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        kept = target != -100
+        return call(hidden[kept], weight, target[kept])
+
+    expected = of_kept(hidden, weight, target)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        actual = torch.compile(of_kept, fullgraph=True, backend="aot_eager")(hidden, weight, target)
+        assert_same(actual, expected, tolerance=1e-12)
+        for a, e in zip(gradients(actual, [hidden, weight]), gradients(expected, [hidden, weight]), strict=True):
+            assert_same(a, e, tolerance=1e-12)
+
+
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_compiled_loss_still_checks_its_targets() -> None:
     compiled = torch.compile(

@@ -1,6 +1,7 @@
 """Log-probabilities of every class as one differentiable operation, lowered and run as losses are (``op``)."""
 
 # No postponed annotations here: torch.library reads the schema from them.
+import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -81,7 +82,7 @@ def _fake_op(
     leading = input.shape[:-1] if prior_form is None else input.shape[:-2]
     classes = input.shape[-1] if weight is None else weight.shape[0]
     _, dtype = dtypes_of(input.dtype, autocast, has_weight=weight is not None, is_loss=False)
-    out_NV = input.new_empty(leading.numel() if by_output is None else 0, classes, dtype=dtype)
+    out_NV = input.new_empty(math.prod(leading) if by_output is None else 0, classes, dtype=dtype)
     operands = Operands(input, weight, bias, prior_logits, arguments=arguments, prior_arguments=prior_arguments)
     needed = [by_output is not None and flag for flag in wanted]
     return (out_NV, *fake_gradients(operands, needed, input.new_empty(0, dtype=torch.float64)))  # type: ignore[return-value]

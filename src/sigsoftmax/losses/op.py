@@ -6,6 +6,7 @@ a sum are computed with the loss; those of losses that are not reduced are compu
 """
 
 # No postponed annotations here: torch.library reads the schema from them.
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Union
 
@@ -164,7 +165,7 @@ def _fake_op(
     is_mixture, is_none = prior_form is not None, reduction == "none"
     leading = input.shape[:-2] if is_mixture else input.shape[:-1]
     components = input.shape[-2] if is_mixture else 1
-    tokens = leading.numel()
+    tokens = math.prod(leading)
     product_dtype, dtype = dtypes_of(input.dtype, autocast, has_weight=weight is not None, is_loss=True)
     numbers = input.new_empty(0, dtype=compute_dtype(product_dtype))
     operands = Operands(

@@ -4,6 +4,7 @@ All statistics are columns of one result, so that they have one incoming gradien
 """
 
 # No postponed annotations here: torch.library reads the schema from them.
+import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -130,7 +131,7 @@ def _fake_op(
     is_mixture = prior_form is not None
     leading = input.shape[:-2] if is_mixture else input.shape[:-1]
     components = input.shape[-2] if is_mixture else 1
-    tokens = leading.numel() if by_output is None else 0
+    tokens = math.prod(leading) if by_output is None else 0
     columns = int(target is not None) + int(entropy) + components + topk
     product_dtype, _ = dtypes_of(input.dtype, autocast, has_weight=True, is_loss=False)
     operands = Operands(input, weight, bias, prior_logits, target, None, None, arguments, prior_arguments)
