@@ -62,7 +62,7 @@ def main() -> int:
 
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device here, and these tests need one; make test runs all others")
-    python = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    python = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--show-capture=no"]
     began = time.monotonic()
     ids = collected(python, options.places, options.expression)
     totals: Counter[str] = Counter()
