@@ -42,8 +42,8 @@ else:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Grids are thinned out, unless one of their cases was asked for by its id, or all tests were."""
-    if RUNS_ALL or any("[" in argument for argument in config.args):
+    """Grids are thinned out and thorough tests left out, unless a test was asked for by its id, or all tests were."""
+    if RUNS_ALL or any("::" in argument for argument in config.args):
         return
     removed = left_out(items)
     config.hook.pytest_deselected(items=removed)

@@ -45,12 +45,15 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Tests that need not run because others cover their pairs of parameters.
 
     Grids of two parameters are left whole, except where ``@pytest.mark.grid`` says that each value once is enough.
+    Tests marked ``thorough`` are left out too: others run the same code in less time.
     """
     grids: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            grids[item.nodeid.partition("[")[0], item.originalname].append(item)
     result: list[pytest.Item] = []
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            result.append(item)
+        elif isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            grids[item.nodeid.partition("[")[0], item.originalname].append(item)
     for grid in grids.values():
         cases = [_axes(item) for item in grid]
         strength = 1 if grid[0].get_closest_marker("grid") else 2

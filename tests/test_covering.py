@@ -31,6 +31,9 @@ def test_two_axes_of_which_each_value_is_enough(a, c): pass
 
 @pytest.mark.parametrize("a, b, c", [(1, 2, 3), (1, 2, 4), (1, 3, 4), (2, 3, 4)])
 def test_listed_by_hand(a, b, c): pass
+
+@pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_of_which_one_case_is_thorough(a): pass
 """
 
 
@@ -52,19 +55,22 @@ def test_each_value_is_covered():
     assert all({GRID[place][axis] for place in chosen} == {case[axis] for case in GRID} for axis in range(4))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("given", "environment", "count"),
     [
         # Nine cases would cover all pairs of three axes of three values; the greedy choice takes ten.
-        ([], {}, 10 + 9 + 3 + 4),
-        ([], {"SIGSOFTMAX_ALL_TESTS": "1"}, 27 + 9 + 9 + 4),
-        (["test_it.py::test_three_axes[0-1-2]", "test_it.py::test_three_axes[0-1-1]"], {}, 2),
+        ([], {}, 10 + 9 + 3 + 4 + 1),
+        ([], {"SIGSOFTMAX_ALL_TESTS": "1"}, 27 + 9 + 9 + 4 + 2),
+        (["test_it.py::test_three_axes[0-1-2]", "test_it.py::test_of_which_one_case_is_thorough"], {}, 3),
     ],
 )
 def test_what_pytest_collects(tmp_path, pytestconfig, given, environment, count):
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_collection_modifyitems\n")
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {pytestconfig.rootpath}\nmarkers = grid\n")
+    (tmp_path / "pytest.ini").write_text(
+        f"[pytest]\npythonpath = {pytestconfig.rootpath}\nmarkers =\n  grid\n  thorough\n"
+    )
     inherited = {name: value for name, value in os.environ.items() if name != "SIGSOFTMAX_ALL_TESTS"}
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", "-pno:xdist", *given],

@@ -469,6 +469,7 @@ def compiled_agrees(call: Callable[..., Tensor], inputs: list[Tensor], backend: 
             assert_same(a, e, "gradient", tolerance=tolerance)
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("_fresh_compiler")
 @every_operation
 @pytest.mark.parametrize("label", ["sigsoftmax", "shifted(b per class)", "softcap(c=5)", "user, with slope"])
@@ -485,6 +486,7 @@ def test_compiled_whole_it_is_what_it_is_eager(operation: Operation, label: str)
     compiled_agrees(call, four_inputs(), "aot_eager", 1e-12)
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("_fresh_compiler")
 @every_loss
 @pytest.mark.parametrize("reduction", ["sum", "none"])

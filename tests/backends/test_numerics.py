@@ -477,6 +477,7 @@ def test_a_token_of_weight_zero_counts_like_an_ignored_one(label: str, backend: 
 # Memory that was never written
 
 
+@pytest.mark.grid
 @every_dtype
 @every_member
 def test_nothing_is_read_that_was_not_written(

@@ -189,6 +189,7 @@ def run_cpu(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
 
 
+@pytest.mark.thorough
 def test_the_cpu_benchmark_runs_on_tiny_cases(tmp_path):
     before = (RECORDS / "cpu.jsonl").read_bytes()
     out = tmp_path / "new" / "cpu.jsonl"

@@ -14,6 +14,7 @@ from sigsoftmax.records.schemas.speed import Measurement
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_tiny_cases_make_records_and_a_table(tmp_path):
     out = tmp_path / "cpu.jsonl"
     command = [sys.executable, "benchmarks/spectrum.py", "--only", "smoke", "smoke-bounds", "--threads", "1", "--out"]

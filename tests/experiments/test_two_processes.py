@@ -30,6 +30,7 @@ def losses(folder):
     return [(record.epoch, record.train_loss, record.valid_loss) for record in epochs_of(folder)]
 
 
+@pytest.mark.thorough
 def test_the_second_of_two_is_refused_until_the_first_is_dead(tmp_path):
     write_text(tmp_path / "text")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -95,6 +95,7 @@ def patched_model_agrees(name, path):
     torch.testing.assert_close(logits[mask.bool()], wanted[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_patched_model(tmp_path):
     pytest.importorskip("transformers")
     patched_model_agrees("llama", tmp_path / "model.onnx")

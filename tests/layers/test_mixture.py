@@ -451,6 +451,7 @@ class TestMemory:
         action()  # Gradients exist afterwards, as in the second step of training.
         return action
 
+    @pytest.mark.grid
     @pytest.mark.parametrize("function", ["softmax", "sigsoftmax", "gss(k=0.2)", "softcap"])
     @pytest.mark.parametrize(
         "options",

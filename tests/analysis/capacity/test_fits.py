@@ -151,6 +151,7 @@ def test_results_are_records(results):
         assert record.payload_as(CapacityResult) == result
 
 
+@pytest.mark.thorough
 def test_the_result_depends_on_neither_workers_nor_repetition():
     config = CapacityConfig(heads=("moss(K=2)",), widths=(1, 2), budget=Budget(iterations=15))
     one, two = (capacity_curves(TRUTH, CapacityConfig(**{**vars(config), "workers": workers})) for workers in (1, 2))

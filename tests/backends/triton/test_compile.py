@@ -131,6 +131,7 @@ SOFTMAX = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["softmax", "sigsoftmax"])
 @pytest.mark.parametrize("options", SOFTMAX.values(), ids=SOFTMAX)
 def test_the_softmax_kernel(options: dict[str, Any], name: str, launches: list[Launch], tmp_path: Path) -> None:
@@ -256,6 +257,7 @@ def test_the_kernel_of_few_tokens(
     assert 16 in load_widths(kernel)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("classes", [50_304, 128_256])

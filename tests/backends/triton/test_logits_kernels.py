@@ -374,6 +374,7 @@ def _scalars_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 # The table
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @every_member
 def test_hard_rows(member: Member, options: Options) -> None:
@@ -381,6 +382,7 @@ def test_hard_rows(member: Member, options: Options) -> None:
     assert_right(problem, by_kernels(problem))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("options", [TWO_CALLS, EVERYTHING], ids=str)
 @every_member
 def test_hard_rows_in_float16(member: Member, options: Options) -> None:
@@ -411,6 +413,7 @@ def test_shapes(member: Member, dtype: torch.dtype, shape: tuple[int, int]) -> N
     assert_right(problem, by_kernels(problem))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("options", [PLAIN, TWO_CALLS, EVERYTHING], ids=str)
 @some_members
 def test_in_place_and_twice_give_the_same_bits(member: Member, options: Options) -> None:
@@ -426,6 +429,7 @@ def test_in_place_and_twice_give_the_same_bits(member: Member, options: Options)
 # Classes in ranges
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("options", [TWO_CALLS, replace(EVERYTHING, is_fused=False, has_z_slope=False)], ids=str)
 @pytest.mark.parametrize(
     "member", [by_label[m] for m in ("softmax", "sigsoftmax", "gss(k=2, c=1)", "gss(k=0.5, c per class)")], ids=str
@@ -463,6 +467,7 @@ def test_many_classes_near_c_below_a_peak(member: Member) -> None:
     assert_right(problem, by_kernels(problem))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("num_classes", [512, 4096, 5000])
 @pytest.mark.parametrize("member", [by_label["sigsoftmax"], by_label["shifted(b=1.3)"], by_label["softmax"]], ids=str)
@@ -484,6 +489,7 @@ def test_tiles_of_different_heights(member: Member, num_classes: int, dtype: tor
     assert_right(problem, by_kernels(problem))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("options", [PLAIN, TWO_CALLS, EVERYTHING], ids=str)
 @every_member
 def test_no_nan_for_any_finite_logit(member: Member, options: Options) -> None:

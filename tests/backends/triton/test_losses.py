@@ -420,6 +420,7 @@ def test_linear_cross_entropy(dtype: torch.dtype, options: dict[str, Any]) -> No
     check(linear, linear_inputs(), dtype, target=target_with_ignored(), **options)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("label", ["softmax(alpha=1.5)", "gss(k=2, c=1)", "sigmoid", "relu", "softcap(c=5)"])
 @pytest.mark.parametrize("tokens", [N, 3 * N])
 def test_exact_sums_of_other_members(label: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ def check(logits: Tensor, target: Tensor, tolerance: float, **options: Any) -> N
     assert ((found.cpu().double() - right).abs() <= tolerance * right.abs() + least + 1e-7).all()
 
 
+@pytest.mark.grid
 @every_dtype
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("member", ["softmax(alpha=0.7)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
@@ -109,7 +110,7 @@ def test_rows_that_do_not_count(z_loss: float, function: str, dtype: torch.dtype
     assert launched == [True]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.thorough)])
 def test_rows_that_several_programs_finish(reduction: str, launched: list[bool]) -> None:
     tokens = 2 * fused_loss.FINISHED_ROWS + 5
     logits = (2.0 * torch.randn(tokens, 4 * LANES)).bfloat16()
@@ -129,6 +130,7 @@ def test_the_mean_of_no_token(launched: list[bool]) -> None:
     assert launched == [True]
 
 
+@pytest.mark.grid
 @every_dtype
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])

@@ -42,6 +42,7 @@ def numbers(folder: Path) -> list[float]:
     return [*losses, *(evaluation.loss for evaluation in evaluations)]
 
 
+@pytest.mark.thorough
 def test_two_processes_record_and_say_what_one_does(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text")
     one, two = sigsoftmax(*words(text, tmp_path / "one")), torchrun(2, *words(text, tmp_path / "two"))

@@ -53,7 +53,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_at_the_end_of_the_time_all_save_and_go_on_later_in_the_same_bits(at_once, tmp_path):
     straight = small_runs(tmp_path / "straight", "tiny-softmax", "tiny-gss-0")
     ended(straight, small_resources(tmp_path / "straight"))

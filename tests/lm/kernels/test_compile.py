@@ -74,7 +74,7 @@ def test_embedding_and_penalties(launches, tmp_path, dtype):
     assert_all_fit(launches, tmp_path, {"forward_kernel", "sort_kernel", "backward_kernel"})
 
 
-@pytest.mark.parametrize("models", [1, 6])
+@pytest.mark.parametrize("models", [1, pytest.param(6, marks=pytest.mark.thorough)])
 def test_dynamic_evaluation(launches, tmp_path, models):
     inputs, weight = empty(models, 5, HIDDEN), aligned(models, 4 * HIDDEN, HIDDEN)
     gates = linear(inputs, weight, empty(models, 4 * HIDDEN), empty(models, 4 * HIDDEN))

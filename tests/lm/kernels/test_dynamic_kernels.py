@@ -45,7 +45,8 @@ def run_layer(layer):
 
 
 @pytest.mark.parametrize(
-    ("models", "tokens", "inputs", "width"), [(1, 5, 300, 30), (3, 5, 20, 24), (2, 1, 7, 5), (2, 4, 270, 70)]
+    ("models", "tokens", "inputs", "width"),
+    [(1, 5, 300, 30), (3, 5, 20, 24), (2, 1, 7, 5), pytest.param(2, 4, 270, 70, marks=pytest.mark.thorough)],
 )
 def test_layers_are_those_of_plain_torch_and_one_model_is_as_many(models, tokens, inputs, width):
     layer = layer_of(models, tokens, inputs, width)
@@ -90,7 +91,7 @@ def test_the_step_is_that_of_plain_torch(models):
         torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["softmax", "shifted_sigsoftmax", "moss"])
+@pytest.mark.parametrize("name", [pytest.param("softmax", marks=pytest.mark.thorough), "shifted_sigsoftmax", "moss"])
 def test_an_evaluation_is_that_of_plain_torch(name):
     model = build(name).to(DEVICE)
     several = [RATES, Rates(learning_rate=1e-2, decay=0.5, epsilon=1e-4)]

@@ -247,6 +247,7 @@ def test_reinforcement_generates_and_trains(tmp_path, kind, config):
     assert any(not torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("function", "of"), MODELS, ids=IDS)
 def test_kto(tmp_path, function, of):
     dataset = Dataset.from_dict(
