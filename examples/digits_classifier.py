@@ -69,7 +69,7 @@ class Classifier(nn.Module):
             units = HIDDEN if variant == "wide" else width
             self.head = layer(units, width, CLASSES, parsed.components, parsed.function)
         else:
-            self.head = OutputLayer(width, CLASSES, parsed.function)
+            self.head = OutputLayer(width, CLASSES, function=parsed.function)
 
     def features(self, images_NP: Tensor) -> Tensor:
         return self.squeeze(self.body(images_NP))

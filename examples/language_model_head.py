@@ -43,7 +43,7 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(characters, WIDTH)
         self.recurrent = nn.GRU(WIDTH, 128, batch_first=True)
         self.project = nn.Linear(128, WIDTH)
-        self.head = OutputLayer(WIDTH, characters, function, weight=self.embedding.weight)
+        self.head = OutputLayer(WIDTH, characters, function=function, weight=self.embedding.weight)
 
     def hidden(self, text: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         output, state = self.recurrent(self.embedding(text), state)

@@ -28,7 +28,7 @@ def fitted(function: str, truth: Tensor, seed: int) -> tuple[float, OutputLayer]
     """KL(truth | model) in nats, the mean over contexts, and the layer that reaches it."""
     torch.manual_seed(seed)
     contexts = nn.Parameter(torch.randn(CONTEXTS, WIDTH))
-    layer = OutputLayer(WIDTH, WORDS, function)
+    layer = OutputLayer(WIDTH, WORDS, function=function)
     optimizer = torch.optim.Adam([contexts, *layer.parameters()], lr=0.05)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)
     for _ in range(STEPS):

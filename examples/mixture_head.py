@@ -23,7 +23,7 @@ class PlainHead(nn.Module):
     def __init__(self, width: int, function: str) -> None:
         super().__init__()
         self.squeeze = nn.Linear(STATE, width)
-        self.output = OutputLayer(width, WORDS, function)
+        self.output = OutputLayer(width, WORDS, function=function)
 
     def loss(self, state: Tensor, truth: Tensor) -> Tensor:
         return self.output.loss(self.squeeze(state), truth)
@@ -51,8 +51,8 @@ def main() -> None:
     heads: dict[str, Callable[[], PlainHead | MixtureOutputLayer]] = {
         "softmax, width 4": lambda: PlainHead(WIDTH, "softmax"),
         "sigsoftmax, width 4": lambda: PlainHead(WIDTH, "sigsoftmax"),
-        "MoS, 4 of width 4": lambda: MixtureOutputLayer(STATE, WIDTH, WORDS, COMPONENTS, "softmax"),
-        "MoSS, 4 of width 4": lambda: MixtureOutputLayer(STATE, WIDTH, WORDS, COMPONENTS, "sigsoftmax"),
+        "MoS, 4 of width 4": lambda: MixtureOutputLayer(STATE, WIDTH, WORDS, COMPONENTS, function="softmax"),
+        "MoSS, 4 of width 4": lambda: MixtureOutputLayer(STATE, WIDTH, WORDS, COMPONENTS, function="sigsoftmax"),
         "softmax, width 16": lambda: PlainHead(STATE, "softmax"),
     }
     print(f"{'head':20s} {'head parameters':>15s} {'KL, nats':>9s}")

@@ -57,7 +57,7 @@ def main() -> None:
         print(f"  {name:21s} {1e3 * seconds(name, logits, target):6.1f}")
     print(f"backend of the last one: {sigsoftmax.explain()}\n")
 
-    layer = OutputLayer(16, 50, OutputFunction("power", a=Learned()))
+    layer = OutputLayer(16, 50, function=OutputFunction("power", a=Learned()))
     hidden, words = torch.randn(200, 16), torch.randint(50, (200,))
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
     for step in range(201):

@@ -33,7 +33,7 @@ def make(kind: str) -> Model:
     torch.manual_seed(0)
     if kind == "MoSS":
         return Model(MixtureOutputLayer(WIDTH, WIDTH, WORDS, COMPONENTS))
-    return Model(OutputLayer(WIDTH, WORDS, kind))
+    return Model(OutputLayer(WIDTH, WORDS, function=kind))
 
 
 def train(model: Model, device: torch.device) -> list[float]:

@@ -15,9 +15,9 @@ def _ending(*layers: nn.Module) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "LogProbs": lambda: _ending(LogProbs("sigsoftmax")),
-    "relu, whose eps must stay": lambda: _ending(LogProbs("relu")),
-    "Probs": lambda: _ending(Probs("gss(k=0.2)")),
+    "LogProbs": lambda: _ending(LogProbs(function="sigsoftmax")),
+    "relu, whose eps must stay": lambda: _ending(LogProbs(function="relu")),
+    "Probs": lambda: _ending(Probs(function="gss(k=0.2)")),
     "Sigsoftmax": lambda: _ending(Sigsoftmax()),
     "LogSigsoftmax over another dimension": lambda: _ending(nn.Unflatten(-1, (5, 6)), LogSigsoftmax(dim=1)),
     "OutputLayer": lambda: _ending(nn.Tanh(), OutputLayer(30, 20, function="shifted_sigsoftmax(b=per_class:1)")),

@@ -49,11 +49,11 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(V, D)
         self.body = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
         if head == "mixture":
-            self.head: OutputLayer | MixtureOutputLayer = MixtureOutputLayer(D, D, V, K, "sigsoftmax")
+            self.head: OutputLayer | MixtureOutputLayer = MixtureOutputLayer(D, D, V, K, function="sigsoftmax")
         else:
             learned = {"tied": Learned(per_class=True), "plain": Learned()}[head]
             tie = self.embedding.weight if head == "tied" else None
-            self.head = OutputLayer(D, V, OutputFunction("shifted_sigsoftmax", b=learned), weight=tie)
+            self.head = OutputLayer(D, V, function=OutputFunction("shifted_sigsoftmax", b=learned), weight=tie)
 
     def forward(self, words: Tensor, target: Tensor) -> Tensor:
         return self.head.loss(self.body(self.embedding(words)), target)
@@ -191,7 +191,7 @@ def check_tied(mesh: Any) -> None:
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate(), use_local_output=True)
     parallelize_module(divided.embedding, mesh, style)
     fresh = OutputLayer(
-        D, V, OutputFunction("shifted_sigsoftmax", b=Learned(per_class=True)), weight=divided.embedding.weight
+        D, V, function=OutputFunction("shifted_sigsoftmax", b=Learned(per_class=True)), weight=divided.embedding.weight
     )
     divided.head = distributed.shard_classes(fresh, mesh)
     assert divided.head.weight is divided.embedding.weight

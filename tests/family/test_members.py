@@ -378,7 +378,9 @@ def test_a_value_per_class_must_fit_the_classes() -> None:
 
 def test_a_parameter_to_be_learned_needs_a_layer() -> None:
     member = OutputFunction("gss", k=Learned(0.5))
-    with pytest.raises(ValueError, match=r"only a layer can create it; pass a tensor: OutputFunction\('gss'"):
+    with pytest.raises(
+        ValueError, match=r"only a layer or a criterion can create it; pass a tensor: OutputFunction\('gss'"
+    ):
         sigsoftmax.log_probs(torch.zeros(2, 5), function=member)
 
 

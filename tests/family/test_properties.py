@@ -255,5 +255,7 @@ def test_lasting_properties_hold_whatever_is_learned() -> None:
 
 
 def test_values_that_only_a_layer_can_make_are_not_read() -> None:
-    with pytest.raises(ValueError, match=r"parameter 'k' of 'gss' is to be learned, and only a layer can create it"):
+    with pytest.raises(
+        ValueError, match=r"parameter 'k' of 'gss' is to be learned, and only a layer or a criterion can create it"
+    ):
         _ = OutputFunction("gss", k=Learned()).properties

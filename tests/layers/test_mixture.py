@@ -58,7 +58,7 @@ def plain_log_probs(
 
 
 def a_layer(function: str | OutputFunction = "sigsoftmax", **options: Any) -> MixtureOutputLayer:
-    layer = MixtureOutputLayer(H, D, V, K, function, **options).double()
+    layer = MixtureOutputLayer(H, D, V, K, function=function, **options).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     return layer
@@ -114,7 +114,7 @@ class TestAgainstThePlainComputation:
 
     @pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
     def test_in_float32_at_the_size_of_a_language_model(self, function: str) -> None:
-        layer = MixtureOutputLayer(40, 28, 1000, 15, function, floor=1e-8)
+        layer = MixtureOutputLayer(40, 28, 1000, 15, function=function, floor=1e-8)
         output, target = torch.randn(7, 3, 40), torch.randint(1000, (7, 3))
         plain = plain_log_probs(layer, output, PLAIN[function])
         assert_close(layer.log_probs(output), plain)
@@ -285,14 +285,14 @@ class TestTheLayer:
         assert_close(torch.autograd.grad(compiled_loss, inputs), torch.autograd.grad(loss, inputs))
 
     def test_what_print_shows(self) -> None:
-        text = MixtureOutputLayer(H, D, V, K, "gss(k=0.2)").extra_repr()
+        text = MixtureOutputLayer(H, D, V, K, function="gss(k=0.2)").extra_repr()
         assert text == "components=4, num_classes=11, latent='tanh', function='gss(k=0.2)'"
 
 
 class TestLatentVectors:
     @pytest.mark.parametrize("latent", ["tanh", "linear", "residual"])
     def test_they_are_those_of_the_formula(self, latent: Latent) -> None:
-        layer = MixtureOutputLayer(D, D, V, K, "softmax", latent=latent).double()
+        layer = MixtureOutputLayer(D, D, V, K, function="softmax", latent=latent).double()
         for parameter in layer.parameters():
             nn.init.normal_(parameter)
         hidden = torch.randn(3, 2, D, dtype=torch.float64)
@@ -309,8 +309,8 @@ class TestLatentVectors:
         assert_close(layer.log_probs(hidden), log_p)
 
     def test_residual_ones_begin_as_a_layer_without_mixture(self) -> None:
-        plain = sigsoftmax.OutputLayer(D, V, "sigsoftmax")
-        layer = MixtureOutputLayer(D, D, V, K, "sigsoftmax", weight=plain.weight, latent="residual")
+        plain = sigsoftmax.OutputLayer(D, V, function="sigsoftmax")
+        layer = MixtureOutputLayer(D, D, V, K, function="sigsoftmax", weight=plain.weight, latent="residual")
         layer.bias = plain.bias
         hidden = torch.randn(7, D)
         assert_close(layer.log_probs(hidden), plain.log_probs(hidden))
@@ -326,7 +326,7 @@ class TestLatentVectors:
             MixtureOutputLayer(H, D, V, K, latent="cubic")  # type: ignore[arg-type]
 
     def test_under_autocast_log_probabilities_are_float32(self) -> None:
-        layer, hidden = MixtureOutputLayer(H, D, V, K, "softmax"), torch.randn(7, H)
+        layer, hidden = MixtureOutputLayer(H, D, V, K, function="softmax"), torch.randn(7, H)
         exact = layer.log_probs(hidden)
         for backend in ("reference", None):
             with torch.autocast("cpu", torch.bfloat16):
@@ -360,7 +360,7 @@ class TestSampling:
 
     def test_components_are_drawn_by_the_prior(self) -> None:
         # Each component has a class of its own.
-        layer = MixtureOutputLayer(H, 2, 2, 2, "sigsoftmax")
+        layer = MixtureOutputLayer(H, 2, 2, 2, function="sigsoftmax")
         nn.init.zeros_(layer.latent.weight)
         layer.latent.bias.data = torch.tensor([5.0, -5.0, -5.0, 5.0])
         layer.weight.data = 40.0 * torch.eye(2)
@@ -373,7 +373,7 @@ class TestSampling:
     def test_samples_of_one_token_are_independent(self) -> None:
         # With one component drawn for all samples of a token they would always agree: the first half of the four
         # components gives class 0, the other half class 1.
-        layer = MixtureOutputLayer(H, 2, 2, 4, "softmax")
+        layer = MixtureOutputLayer(H, 2, 2, 4, function="softmax")
         nn.init.zeros_(layer.latent.weight)
         nn.init.zeros_(layer.prior.weight)
         layer.latent.bias.data = torch.tensor([5.0, -5.0, 5.0, -5.0, -5.0, 5.0, -5.0, 5.0])
@@ -408,7 +408,7 @@ class TestSampling:
             "parameter 'k' of the prior's 'gss' must be a plain number, got Tensor",
         ),
         (
-            lambda: MixtureOutputLayer(H, D, V, K, OutputFunction("gss", k=Learned(per_class=True))),
+            lambda: MixtureOutputLayer(H, D, V, K, function=OutputFunction("gss", k=Learned(per_class=True))),
             "parameter 'k' of output function 'gss' cannot differ by class",
         ),
         (

@@ -66,7 +66,7 @@ class TestOutputLayer:
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("function", functions())
     def test_log_probs_are_normalised_and_those_of_the_function(self, function: str, bias: bool) -> None:
-        layer = OutputLayer(D, V, function, bias=bias)
+        layer = OutputLayer(D, V, function=function, bias=bias)
         hidden, _ = hidden_and_target(3, 4)
         logits = layer.logits(hidden)
         log_probs = layer.log_probs(hidden)
@@ -79,7 +79,7 @@ class TestOutputLayer:
     @pytest.mark.parametrize("bias", [True, False])
     @pytest.mark.parametrize("function", functions())
     def test_loss_and_gradients_are_those_of_the_log_probs(self, function: str, bias: bool) -> None:
-        layer = OutputLayer(D, V, function, bias=bias).double()
+        layer = OutputLayer(D, V, function=function, bias=bias).double()
         if layer.bias is not None:
             nn.init.normal_(layer.bias)
         hidden, target = hidden_and_target()
@@ -91,7 +91,7 @@ class TestOutputLayer:
         assert_close(torch.autograd.grad(loss, inputs), torch.autograd.grad(plain, inputs))
 
     def test_loss_passes_every_option_on(self) -> None:
-        layer = OutputLayer(D, V, "gss(k=0.5)")
+        layer = OutputLayer(D, V, function="gss(k=0.5)")
         hidden, target = hidden_and_target(3, 4)
         target[0, 0] = -1
         options: dict[str, Any] = {
@@ -116,14 +116,14 @@ class TestOutputLayer:
 
     def test_a_function_may_be_text_or_an_object(self) -> None:
         hidden, target = hidden_and_target()
-        by_text = OutputLayer(D, V, "gss(k=0.2)")
-        by_object = OutputLayer(D, V, OutputFunction("gss", k=0.2), weight=by_text.weight)
+        by_text = OutputLayer(D, V, function="gss(k=0.2)")
+        by_object = OutputLayer(D, V, function=OutputFunction("gss", k=0.2), weight=by_text.weight)
         assert_close(by_text.loss(hidden, target), by_object.loss(hidden, target))
         assert str(by_text.function) == str(by_object.function) == "gss(k=0.2)"
 
     def test_a_registered_function(self) -> None:
         sigsoftmax.register_function("steep", lambda z, a: a * z + torch.tanh(z), parameters={"a": 2.0})
-        layer = OutputLayer(D, V, OutputFunction("steep", a=Learned()))
+        layer = OutputLayer(D, V, function=OutputFunction("steep", a=Learned()))
         hidden, target = hidden_and_target()
         logits = layer.logits(hidden)
         a = layer.function_parameters["a"]
@@ -160,7 +160,7 @@ class TiedModel(nn.Module):
     def __init__(self, function: str = "sigsoftmax") -> None:
         super().__init__()
         self.embedding = nn.Embedding(V, D)
-        self.head = OutputLayer(D, V, function, weight=self.embedding.weight)
+        self.head = OutputLayer(D, V, function=function, weight=self.embedding.weight)
 
     def loss(self, token: Tensor, target: Tensor) -> Tensor:
         return self.head.loss(self.embedding(token), target)
@@ -219,15 +219,15 @@ class TestLearnedParameters:
         ],
     )
     def test_which_are_registered(self, function: str | OutputFunction, shapes: dict[str, tuple[int, ...]]) -> None:
-        layer = OutputLayer(D, V, function)
+        layer = OutputLayer(D, V, function=function)
         assert {key: tuple(value.shape) for key, value in layer.function_parameters.items()} == shapes
         named = {name for name, _ in layer.named_parameters()}
         assert named == {"weight", "bias", *(f"function_parameters.{key}" for key in shapes)}
 
     def test_first_values(self) -> None:
-        assert OutputLayer(D, V, "shifted_sigsoftmax").function_parameters["b"].item() == 0.0
-        assert OutputLayer(D, V, "gss(k=learned)").function_parameters["k"].item() == 2.0
-        whole = OutputLayer(D, V, OutputFunction("gss", k=Learned(1), c=Learned(-3, per_class=True)))
+        assert OutputLayer(D, V, function="shifted_sigsoftmax").function_parameters["b"].item() == 0.0
+        assert OutputLayer(D, V, function="gss(k=learned)").function_parameters["k"].item() == 2.0
+        whole = OutputLayer(D, V, function=OutputFunction("gss", k=Learned(1), c=Learned(-3, per_class=True)))
         assert whole.function_parameters["k"].item() == 1.0
         assert whole.function_parameters["c"].tolist() == [-3.0] * V
 
@@ -235,7 +235,7 @@ class TestLearnedParameters:
         "function", ["shifted_sigsoftmax", "shifted_sigsoftmax(b=per_class)", "gss(k=learned:0.5)", "gss(c=per_class)"]
     )
     def test_training_moves_them_and_lowers_the_loss(self, function: str) -> None:
-        layer = OutputLayer(D, V, function)
+        layer = OutputLayer(D, V, function=function)
         hidden, target = hidden_and_target(40)
         first = {key: value.detach().clone() for key, value in layer.function_parameters.items()}
         before, after = train(layer, lambda: layer.loss(hidden, target))
@@ -244,7 +244,7 @@ class TestLearnedParameters:
             assert (value != first[key]).all()
 
     def test_only_their_gradient_can_lower_the_loss_of_a_frozen_layer(self) -> None:
-        layer = OutputLayer(D, V, "shifted_sigsoftmax(b=per_class)")
+        layer = OutputLayer(D, V, function="shifted_sigsoftmax(b=per_class)")
         layer.weight.requires_grad_(False)
         assert layer.bias is not None
         layer.bias.requires_grad_(False)
@@ -256,12 +256,12 @@ class TestLearnedParameters:
     def test_a_given_parameter_is_shared(self) -> None:
         shift = nn.Parameter(torch.randn(V))
         function = OutputFunction("shifted_sigsoftmax", b=shift)
-        first, second = OutputLayer(D, V, function), OutputLayer(D, V, function)
+        first, second = OutputLayer(D, V, function=function), OutputLayer(D, V, function=function)
         assert first.function_parameters["b"] is second.function_parameters["b"] is shift
 
     def test_a_given_tensor_is_a_buffer(self) -> None:
         shift = torch.randn(V)
-        layer = OutputLayer(D, V, OutputFunction("shifted_sigsoftmax", b=shift))
+        layer = OutputLayer(D, V, function=OutputFunction("shifted_sigsoftmax", b=shift))
         assert [name for name, _ in layer.named_buffers()] == ["function_b"]
         assert "function_b" in layer.state_dict()
         hidden, target = hidden_and_target()
@@ -280,7 +280,7 @@ class TestLifeOfALayer:
 
     @staticmethod
     def layer(function: str) -> OutputLayer:
-        layer = OutputLayer(D, V, function)
+        layer = OutputLayer(D, V, function=function)
         for parameter in layer.parameters():
             nn.init.normal_(parameter)
         return layer
@@ -336,9 +336,12 @@ class TestLifeOfALayer:
         assert_close(torch.autograd.grad(compiled_loss, inputs), torch.autograd.grad(loss, inputs))
 
     def test_what_print_shows(self) -> None:
-        assert OutputLayer(D, V, "gss(k=0.2)", bias=False).extra_repr() == "5, 12, function='gss(k=0.2)', bias=False"
+        assert (
+            OutputLayer(D, V, function="gss(k=0.2)", bias=False).extra_repr()
+            == "5, 12, function='gss(k=0.2)', bias=False"
+        )
         assert "function='shifted_sigsoftmax(b=per_class)'" in repr(
-            OutputLayer(D, V, "shifted_sigsoftmax(b=per_class)")
+            OutputLayer(D, V, function="shifted_sigsoftmax(b=per_class)")
         )
 
 
@@ -347,7 +350,7 @@ class TestSampling:
 
     @staticmethod
     def layer_and_hidden(function: str = "sigsoftmax") -> tuple[OutputLayer, Tensor]:
-        layer = OutputLayer(D, V, function)
+        layer = OutputLayer(D, V, function=function)
         nn.init.normal_(layer.weight)
         return layer, torch.randn(2, D)
 
@@ -421,6 +424,12 @@ class TestSampling:
         assert not values.requires_grad
 
 
+@pytest.mark.parametrize("make", [OutputLayer, lambda *a, **o: sigsoftmax.MixtureOutputLayer(D, *a, 3, **o)])
+def test_device_and_dtype_as_in_nn_linear(make: Callable[..., nn.Module]) -> None:
+    layer = make(D, V, function="gss(k=learned, c=per_class)", device="meta", dtype=torch.float64)
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.float64)}
+
+
 class TestShells:
     def test_sigsoftmax_and_its_logarithm(self) -> None:
         logits = torch.randn(3, V, 4)
@@ -431,8 +440,10 @@ class TestShells:
     @pytest.mark.parametrize("function", ["softmax", "gss(k=0.2)", "softcap"])
     def test_probs_and_log_probs(self, function: str) -> None:
         logits = torch.randn(3, V, 4)
-        assert torch.equal(Probs(function, dim=1)(logits), sigsoftmax.probs(logits, function=function, dim=1))
-        assert torch.equal(LogProbs(function, 1)(logits), sigsoftmax.log_probs(logits, function=function, dim=1))
+        assert torch.equal(Probs(function=function, dim=1)(logits), sigsoftmax.probs(logits, function=function, dim=1))
+        assert torch.equal(
+            LogProbs(function=function, dim=1)(logits), sigsoftmax.log_probs(logits, function=function, dim=1)
+        )
 
     @pytest.mark.parametrize(
         "options",
@@ -448,31 +459,34 @@ class TestShells:
     def test_cross_entropy_loss_with_softmax_is_that_of_torch(self, options: dict[str, Any]) -> None:
         logits, target = torch.randn(4, V, 3), torch.randint(V, (4, 3))
         assert_close(
-            CrossEntropyLoss("softmax", **options)(logits, target), nn.CrossEntropyLoss(**options)(logits, target)
+            CrossEntropyLoss(function="softmax", **options)(logits, target),
+            nn.CrossEntropyLoss(**options)(logits, target),
         )
 
     def test_cross_entropy_loss_beyond_torch(self) -> None:
         logits, target, token_weights = torch.randn(4, V), torch.randint(V, (4,)), torch.rand(4)
-        shell = CrossEntropyLoss("sigsoftmax", z_loss=0.1, extras=("entropy",), dim=-1)
+        shell = CrossEntropyLoss(function="sigsoftmax", z_loss=0.1, extras=("entropy",), dim=-1)
         expected = sigsoftmax.cross_entropy(
             logits, target, function="sigsoftmax", z_loss=0.1, extras=("entropy",), dim=-1, token_weights=token_weights
         )
         assert_close(shell(logits, target, token_weights), expected)
 
     def test_class_weights_are_a_buffer(self) -> None:
-        shell = CrossEntropyLoss("sigsoftmax", torch.rand(V)).double()
+        shell = CrossEntropyLoss(function="sigsoftmax", weight=torch.rand(V)).double()
         assert shell.weight is not None
         assert shell.weight.dtype == torch.float64
         assert list(shell.state_dict()) == ["weight"]
 
     def test_shells_learn(self) -> None:
-        shell = CrossEntropyLoss("shifted_sigsoftmax")
+        shell = CrossEntropyLoss(function="shifted_sigsoftmax")
         logits, target = torch.randn(20, V), torch.randint(V, (20,))
         before, after = train(shell, lambda: shell(logits, target))
         assert after < before
 
     @pytest.mark.parametrize(
-        "shell", [Sigsoftmax(1), LogSigsoftmax(1), Probs("gss(k=learned)", 1), LogProbs("relu", 1)], ids=repr
+        "shell",
+        [Sigsoftmax(1), LogSigsoftmax(1), Probs(function="gss(k=learned)", dim=1), LogProbs(function="relu", dim=1)],
+        ids=repr,
     )
     def test_shells_are_saved_and_copied(self, shell: nn.Module) -> None:
         logits = torch.randn(3, V, 2)
@@ -481,7 +495,7 @@ class TestShells:
 
     def test_what_print_shows(self) -> None:
         assert Sigsoftmax(1).extra_repr() == "function='sigsoftmax', dim=1"
-        assert CrossEntropyLoss("gss(k=0.5)").extra_repr() == "function='gss(k=0.5)'"
+        assert CrossEntropyLoss(function="gss(k=0.5)").extra_repr() == "function='gss(k=0.5)'"
 
 
 @pytest.mark.parametrize(
@@ -491,8 +505,14 @@ class TestShells:
         (lambda: OutputLayer(D, -1), "num_classes must be a positive integer, got -1"),
         (lambda: OutputLayer(D, 2.0), "num_classes must be a positive integer, got 2.0"),
         (lambda: OutputLayer(D, True), "num_classes must be a positive integer, got True"),
-        (lambda: OutputLayer(D, V, "sigsoftmx"), "unknown output function 'sigsoftmx' (did you mean 'sigsoftmax'?)"),
-        (lambda: OutputLayer(D, V, nn.Softmax(-1)), "function must be a name or an OutputFunction, got Softmax"),
+        (
+            lambda: OutputLayer(D, V, function="sigsoftmx"),
+            "unknown output function 'sigsoftmx' (did you mean 'sigsoftmax'?)",
+        ),
+        (
+            lambda: OutputLayer(D, V, function=nn.Softmax(-1)),
+            "function must be a name or an OutputFunction, got Softmax",
+        ),
         (
             lambda: OutputLayer(D, V, weight=nn.Parameter(torch.randn(D, V))),
             "a tied weight must have the shape (num_classes, features) = (12, 5), got (5, 12)",
@@ -502,14 +522,14 @@ class TestShells:
             "a tied weight must be the nn.Parameter of another module, got Tensor",
         ),
         (
-            lambda: OutputLayer(D, V, OutputFunction("shifted_sigsoftmax", b=torch.zeros(3))).loss(
+            lambda: OutputLayer(D, V, function=OutputFunction("shifted_sigsoftmax", b=torch.zeros(3))).loss(
                 *hidden_and_target()
             ),
             "parameter 'b' of 'shifted_sigsoftmax' has 3 values, but there are 12 classes",
         ),
         (
-            lambda: LogProbs("shifted_sigsoftmax(b=per_class)"),
-            "cannot be learned per class here, since the number of classes is not known; pass a tensor",
+            lambda: LogProbs(function="shifted_sigsoftmax(b=per_class)"),
+            "is to be learned per class, and the number of classes is not known here; pass num_classes",
         ),
         (
             lambda: OutputLayer(D, V).sample(torch.randn(D), temperature=0.0),
@@ -542,7 +562,7 @@ class TestMemory:
     CHUNK_BYTES = 50 * 700 * 4
 
     def loss_and_gradients(self, *, dense_targets: bool = False, **options: Any) -> Callable[[], object]:
-        layer = OutputLayer(self.FEATURES, self.CLASSES, options.pop("function"))
+        layer = OutputLayer(self.FEATURES, self.CLASSES, function=options.pop("function"))
         hidden = torch.randn(self.TOKENS, self.FEATURES, requires_grad=True)
         target = torch.randint(self.CLASSES, (self.TOKENS,))
         if dense_targets:

@@ -65,7 +65,7 @@ def test_torch_jit_trace(make: Callable[[], nn.Module]) -> None:
 @DEPRECATED
 def test_a_trace_tells_its_backend() -> None:
     # The check of a trace runs the model once more, outside it.
-    torch.jit.trace(LogProbs("sigsoftmax"), (torch.randn(3, 10),), check_trace=False)
+    torch.jit.trace(LogProbs(function="sigsoftmax"), (torch.randn(3, 10),), check_trace=False)
     decision = sigsoftmax.explain()
     assert (decision.backend, decision.chosen_by) == ("reference", "the export")
 
@@ -74,7 +74,7 @@ def test_a_loss_is_exported_too() -> None:
     class Trained(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.loss = nn.Linear(10, 30), CrossEntropyLoss("sigsoftmax", label_smoothing=0.1)
+            self.linear, self.loss = nn.Linear(10, 30), CrossEntropyLoss(function="sigsoftmax", label_smoothing=0.1)
 
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
             loss: Tensor = self.loss(self.linear(x), target)
@@ -92,7 +92,7 @@ def test_a_loss_is_exported_too() -> None:
 
 def test_after_an_export_everything_is_as_before() -> None:
     """No tensor of a graph stays behind in what is kept between calls."""
-    model = nn.Sequential(nn.Linear(10, 30), LogProbs("gss(k=0.317)"))
+    model = nn.Sequential(nn.Linear(10, 30), LogProbs(function="gss(k=0.317)"))
     torch.export.export(model, (torch.randn(3, 10),))
     model(torch.randn(3, 10)).sum().backward()
     assert sigsoftmax.explain().backend == "blocked"

@@ -57,7 +57,7 @@ def mixture_log_probs(**changes: Any) -> Any:
 
 
 def log_probs(**changes: Any) -> Any:
-    return sigsoftmax.log_probs(**{"logits": torch.zeros(N, V), "function": "sigsoftmax", **changes})
+    return sigsoftmax.log_probs(**{"input": torch.zeros(N, V), "function": "sigsoftmax", **changes})
 
 
 LOSSES = (cross_entropy, linear, mixture)
@@ -246,9 +246,9 @@ def test_logits_of_a_wrong_shape_or_dtype() -> None:
     refuses(cross_entropy, "input must be floating point, got torch.int64", input=torch.zeros(N, V).long())
     refuses(cross_entropy, "input must have a dimension of classes, got a scalar", input=torch.tensor(1.0))
     refuses(cross_entropy, "input has no classes; the dimension of classes must not be empty", input=torch.zeros(N, 0))
-    refuses(log_probs, "logits has no classes; the dimension of classes must not be empty", logits=torch.zeros(N, 0))
-    refuses(log_probs, "logits must be floating point, got torch.int32", logits=torch.zeros(N, V).int())
-    refuses(log_probs, "logits must be a tensor, got list", logits=[1.0, 2.0])
+    refuses(log_probs, "input has no classes; the dimension of classes must not be empty", input=torch.zeros(N, 0))
+    refuses(log_probs, "input must be floating point, got torch.int32", input=torch.zeros(N, V).int())
+    refuses(log_probs, "input must be a tensor, got list", input=[1.0, 2.0])
 
 
 @pytest.mark.parametrize("dim", [2, -3, 5])

@@ -281,8 +281,8 @@ class OutputFunction:
         for key, value in self.parameters.items():
             if isinstance(value, Learned):
                 raise ValueError(
-                    f"parameter {key!r} of {self.name!r} is to be learned, and only a layer can create it; "
-                    f"pass a tensor: OutputFunction({self.name!r}, {key}=tensor)"
+                    f"parameter {key!r} of {self.name!r} is to be learned, and only a layer or a criterion can create "
+                    f"it; pass a tensor: OutputFunction({self.name!r}, {key}=tensor)"
                 )
             if isinstance(value, Tensor) and num_classes is not None:
                 check_number_of_values(self.name, key, value, num_classes)

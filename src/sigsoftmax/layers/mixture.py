@@ -11,11 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sigsoftmax._old_calls import function_was_positional
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.spec import Function, prior_of
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Latent, check_latent
-from sigsoftmax.layers.output_layer import OutputModule, check_positive, log_probs_to_draw, sample_from
+from sigsoftmax.layers.output_layer import (
+    Device,
+    OutputModule,
+    check_bias,
+    check_positive,
+    log_probs_to_draw,
+    sample_from,
+)
 from sigsoftmax.losses import functional
 
 
@@ -34,29 +42,37 @@ class MixtureOutputLayer(OutputModule):
     ``"linear"``, and input + input A_k with ``"residual"``, where A_k begins as zero and the widths must be equal. They
     are dropped out by ``latent_dropout`` (a module on (..., K d)); logits_k = latent_k W^T + bias. ``floor`` adds a
     constant to every probability in :meth:`loss` and :meth:`log_probs`; 1e-8 is the published code's. ``weight`` (V, d)
-    ties the output matrix to another one.
+    ties the output matrix to another one. ``device`` and ``dtype`` are those of the parameters that the layer makes.
     """
 
     latent_kind: str = "tanh"
     """The kind of latent vectors; a layer that was pickled without this attribute has the default."""
 
+    @function_was_positional(
+        *("in_features", "latent_features", "num_classes", "components", "function", "prior_function"),
+        *("bias", "weight", "latent_dropout", "floor", "latent"),
+    )
     def __init__(
         self,
         in_features: int,
         latent_features: int,
         num_classes: int,
         components: int,
+        bias: bool = True,
+        *,
         function: Function = "sigsoftmax",
         prior_function: Function | None = None,
-        bias: bool = True,
         weight: Tensor | None = None,
+        latent: Latent = "tanh",
         latent_dropout: nn.Module | None = None,
         floor: float = 0.0,
-        latent: Latent = "tanh",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         check_positive(
             in_features=in_features, latent_features=latent_features, num_classes=num_classes, components=components
         )
+        check_bias(bias)
         check_latent(latent)
         is_residual = latent == "residual"
         if is_residual and in_features != latent_features:
@@ -64,17 +80,19 @@ class MixtureOutputLayer(OutputModule):
                 f"latent='residual' adds to the input, so latent_features must be in_features, {in_features}; got "
                 f"{latent_features}: make them equal, or use latent='linear'"
             )
-        super().__init__(function, num_classes)
+        super().__init__(function, num_classes, device=device, dtype=dtype)
         self.latent_features = latent_features
         self.components = components
         self.prior_function = None if prior_function is None else with_plain_numbers(prior_function)
-        self.prior = nn.Linear(in_features, components, bias=False)
+        self.prior = nn.Linear(in_features, components, bias=False, device=device, dtype=dtype)
         self.latent_kind = latent
-        self.latent = nn.Linear(in_features, components * latent_features, bias=not is_residual)
+        self.latent = nn.Linear(
+            in_features, components * latent_features, bias=not is_residual, device=device, dtype=dtype
+        )
         if is_residual:
             nn.init.zeros_(self.latent.weight)
         self.latent_dropout = nn.Identity() if latent_dropout is None else latent_dropout
-        self._add_output_matrix(weight, num_classes, latent_features, bias)
+        self._add_output_matrix(weight, num_classes, latent_features, bias, device, dtype)
         self.floor = floor
 
     def latent_vectors(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Layers and nn-style shells around the functions; thin.
+"""Layers, criteria and other modules around the functions, with their convention; thin.
+
+What torch's modules have too is named and placed as there; ``function`` and whatever else torch does not have is given
+by name.
 
 Shapes: (..., d) hidden vectors, V classes.
 """
@@ -13,22 +16,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sigsoftmax._old_calls import function_was_positional
 from sigsoftmax.contract.signature import is_dtensor
 from sigsoftmax.contract.spec import Function, Reduction
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.losses import functional
 from sigsoftmax.losses.op import Extras
 
+Device = torch.device | str | int | None
+
 
 class FunctionModule(nn.Module):
     """A module with an output function, whose learned parameters it owns.
 
     A parameter given as :class:`Learned`, or left out where the member is made to be learned (b of shifted
-    sigsoftmax), becomes an ``nn.Parameter`` of the module; a tensor is registered as it is; a number stays fixed.
+    sigsoftmax), becomes an ``nn.Parameter`` of the module; a tensor is registered as it is; a number stays fixed. One
+    number per class is learned where ``num_classes`` is known.
     """
 
-    def __init__(self, function: Function, num_classes: int | None = None) -> None:
+    def __init__(
+        self,
+        function: Function,
+        num_classes: int | None = None,
+        *,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        if num_classes is not None:
+            check_positive(num_classes=num_classes)
         member = OutputFunction.parse(function)
         # The name and the numbers, not the member: modules are pickled, and definitions are made of plain functions.
         self._function_name, self._function_text = member.name, str(member)
@@ -40,11 +56,12 @@ class FunctionModule(nn.Module):
             if isinstance(value, Learned):
                 if value.per_class and num_classes is None:
                     raise ValueError(
-                        f"parameter {key!r} of {member.name!r} cannot be learned per class here, since the number of "
-                        "classes is not known; pass a tensor"
+                        f"parameter {key!r} of {member.name!r} is to be learned per class, and the number of classes "
+                        "is not known here; pass num_classes"
                     )
                 initial, shape = value.start(spec.default, num_classes or 0)
-                self.function_parameters[key] = nn.Parameter(torch.full(shape, float(initial)))
+                fresh = torch.full(shape, float(initial), device=device, dtype=dtype)
+                self.function_parameters[key] = nn.Parameter(fresh)
             elif isinstance(value, nn.Parameter):
                 self.function_parameters[key] = value
             elif isinstance(value, Tensor):
@@ -69,6 +86,15 @@ def buffer_name(key: str) -> str:
     return f"function_{key}"
 
 
+def check_bias(bias: bool) -> None:
+    """Check the argument that stands where the output function stood before."""
+    if not isinstance(bias, bool):
+        raise ValueError(
+            f"bias must be True or False, got {type(bias).__name__}; an output function is given by its name, as in "
+            "function='sigsoftmax'"
+        )
+
+
 def check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -81,13 +107,21 @@ class OutputModule(FunctionModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def _add_output_matrix(self, weight: Tensor | None, num_classes: int, features: int, bias: bool) -> None:
+    def _add_output_matrix(
+        self,
+        weight: Tensor | None,
+        num_classes: int,
+        features: int,
+        bias: bool,
+        device: Device,
+        dtype: torch.dtype | None,
+    ) -> None:
         """Share a weight (V, d), or make a new one with the initialisation of nn.Linear.
 
         The weight is annotated as a tensor because torch annotates the weights of its modules so.
         """
         if weight is None:
-            fresh = torch.empty(num_classes, features)
+            fresh = torch.empty(num_classes, features, device=device, dtype=dtype)
             weight = nn.Parameter(nn.init.uniform_(fresh, -1.0 / math.sqrt(features), 1.0 / math.sqrt(features)))
         if not isinstance(weight, nn.Parameter):
             raise ValueError(
@@ -144,10 +178,10 @@ class OutputModule(FunctionModule):
 
 
 class OutputLayer(OutputModule):
-    """The last layer of a classifier or language model: a linear map and an output function.
+    """The last layer of a classifier or language model: a linear map, as ``nn.Linear``, and an output function.
 
     ``weight`` ties the matrix to another one, say an embedding's. Training goes through :meth:`loss`, which never
-    holds the N x V logits.
+    holds the N x V logits. ``device`` and ``dtype`` are those of the parameters that the layer makes.
 
     >>> layer = OutputLayer(16, 1000, function="sigsoftmax")
     >>> hidden, target = torch.randn(8, 16), torch.randint(1000, (8,))
@@ -156,18 +190,23 @@ class OutputLayer(OutputModule):
     torch.Size([8])
     """
 
+    @function_was_positional("in_features", "num_classes", "function", "bias", "weight")
     def __init__(
         self,
         in_features: int,
         num_classes: int,
-        function: Function = "sigsoftmax",
         bias: bool = True,
+        *,
+        function: Function = "sigsoftmax",
         weight: Tensor | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         check_positive(in_features=in_features, num_classes=num_classes)
-        super().__init__(function, num_classes)
+        check_bias(bias)
+        super().__init__(function, num_classes, device=device, dtype=dtype)
         self.in_features = in_features
-        self._add_output_matrix(weight, num_classes, in_features, bias)
+        self._add_output_matrix(weight, num_classes, in_features, bias, device, dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """z, before the output function: (..., V)."""
@@ -223,21 +262,25 @@ def sample_from(
 
 
 class LogProbs(FunctionModule):
-    """:func:`log_probs` as a module."""
+    """:func:`log_probs` as a module: ``nn.LogSoftmax`` with any output function.
 
-    def __init__(self, function: Function, dim: int = -1) -> None:
-        super().__init__(function)
+    ``num_classes`` is needed where the function learns a number per class, and not otherwise.
+    """
+
+    @function_was_positional("function", "dim")
+    def __init__(self, dim: int = -1, *, function: Function = "sigsoftmax", num_classes: int | None = None) -> None:
+        super().__init__(function, num_classes)
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.log_probs(input, function=self.function, dim=self.dim)
+        return functional.log_probs(input, self.dim, function=self.function)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dim={self.dim}"
 
 
 class Probs(LogProbs):
-    """:func:`probs` as a module."""
+    """:func:`probs` as a module: ``nn.Softmax`` with any output function."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).exp()
@@ -247,41 +290,68 @@ class Sigsoftmax(Probs):
     """:func:`sigsoftmax` as a module, the counterpart of ``nn.Softmax``."""
 
     def __init__(self, dim: int = -1) -> None:
-        super().__init__("sigsoftmax", dim)
+        super().__init__(dim, function="sigsoftmax")
 
 
 class LogSigsoftmax(LogProbs):
     """:func:`log_sigsoftmax` as a module, the counterpart of ``nn.LogSoftmax``."""
 
     def __init__(self, dim: int = -1) -> None:
-        super().__init__("sigsoftmax", dim)
+        super().__init__(dim, function="sigsoftmax")
 
 
 class CrossEntropyLoss(FunctionModule):
-    """:func:`cross_entropy` as a module; with ``function="softmax"`` it is ``nn.CrossEntropyLoss``."""
+    """:func:`cross_entropy` as a module; with ``function="softmax"`` it is ``nn.CrossEntropyLoss``.
+
+    Parameters of the function that are learned belong to the criterion: they are in its ``parameters()``, which the
+    optimiser must be given, and in its ``state_dict()``. One number per class needs ``num_classes``, or the class
+    weights ``weight``, which tell it. ``criterion.function`` is the function as it was learned: pass it to whatever
+    makes probabilities of the logits.
+
+    >>> criterion = CrossEntropyLoss(function="shifted_sigsoftmax(b=per_class)", num_classes=5)
+    >>> criterion(torch.zeros(2, 5), torch.tensor([1, 4])).backward()
+    >>> criterion.function_parameters["b"].grad.shape
+    torch.Size([5])
+    >>> LogProbs(dim=1, function=criterion.function)(torch.zeros(2, 5)).shape
+    torch.Size([2, 5])
+    """
 
     weight: Tensor | None
 
+    @function_was_positional("function", "weight")
     def __init__(
         self,
-        function: Function,
         weight: Tensor | None = None,
         *,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
+        function: Function = "sigsoftmax",
+        num_classes: int | None = None,
         dim: int | None = None,
+        z_loss: float = 0.0,
+        chunk_bytes: int | None = None,
+        backend: str | None = None,
         extras: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(function)
+        if weight is not None and (not isinstance(weight, Tensor) or weight.ndim != 1):
+            got = f"the shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+            raise ValueError(
+                f"weight must be a tensor with one weight per class, got {got}; an output function is given by its "
+                "name, as in function='sigsoftmax'"
+            )
+        if weight is not None and num_classes not in (None, len(weight)):
+            raise ValueError(f"weight has {len(weight)} numbers, but num_classes is {num_classes}; give one per class")
+        super().__init__(function, num_classes if weight is None else len(weight))
         self.register_buffer("weight", weight)
         self.options: dict[str, Any] = {
             "ignore_index": ignore_index,
             "reduction": reduction,
             "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
             "dim": dim,
+            "z_loss": z_loss,
+            "chunk_bytes": chunk_bytes,
+            "backend": backend,
             "extras": extras,
         }
 

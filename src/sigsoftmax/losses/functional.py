@@ -1,4 +1,7 @@
-"""The functions, named, placed and meant as in torch.nn.functional, plus ``function``: which output function.
+"""The functions, with the convention that functions, modules and layers of this package share.
+
+What torch has too is named, placed and meant as in torch (``torch.nn.functional`` here). What torch does not have is
+given by name, and ``function``, the output function, is "sigsoftmax" unless it is given.
 
 Shapes: N tokens (the product of all leading dimensions), K components, V classes, d features.
 """
@@ -6,10 +9,11 @@ Shapes: N tokens (the product of all leading dimensions), K components, V classe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Required, TypedDict, Unpack, overload
+from typing import TypedDict, Unpack, overload
 
 from torch import Tensor
 
+from sigsoftmax._old_calls import was_named
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.spec import (
     Function,
@@ -40,20 +44,25 @@ def log_sigsoftmax(input: Tensor, dim: int = -1) -> Tensor:
     return log_probs(input, function="sigsoftmax", dim=dim)
 
 
-def probs(logits: Tensor, *, function: Function, dim: int = -1, backend: str | None = None) -> Tensor:
-    """Probabilities of every class along ``dim``."""
-    return log_probs(logits, function=function, dim=dim, backend=backend).exp()
+@was_named("logits", "input")
+def probs(input: Tensor, dim: int = -1, *, function: Function = "sigsoftmax", backend: str | None = None) -> Tensor:
+    """Probabilities of every class along ``dim``: ``torch.softmax`` with any output function."""
+    return log_probs(input, dim, function=function, backend=backend).exp()
 
 
-def log_probs(logits: Tensor, *, function: Function, dim: int = -1, backend: str | None = None) -> Tensor:
-    """Log-probabilities of every class along ``dim``, in the dtype of ``logits``; -inf masks a class."""
-    check_floating("logits", logits)
-    check_dim(logits, dim)
-    if logits.ndim == 0:
-        return log_probs(logits.unsqueeze(0), function=function, backend=backend).squeeze(0)
+@was_named("logits", "input")
+def log_probs(input: Tensor, dim: int = -1, *, function: Function = "sigsoftmax", backend: str | None = None) -> Tensor:
+    """Log-probabilities of every class along ``dim``: ``torch.log_softmax`` with any output function.
+
+    ``input`` are the logits; -inf masks a class. The result has their dtype.
+    """
+    check_floating("input", input)
+    check_dim(input, dim)
+    if input.ndim == 0:
+        return log_probs(input.unsqueeze(0), function=function, backend=backend).squeeze(0)
     member, arguments = member_of(function)
     spec = log_probs_spec(member=member, backend=backend)
-    out = log_probs_op.log_probs(spec, Operands(logits.movedim(dim, -1), arguments=arguments))
+    out = log_probs_op.log_probs(spec, Operands(input.movedim(dim, -1), arguments=arguments))
     return out.movedim(-1, dim)
 
 
@@ -62,7 +71,7 @@ def mixture_log_probs(
     prior_logits: Tensor,
     linear_weight: Tensor,
     *,
-    function: Function,
+    function: Function = "sigsoftmax",
     prior_function: Function | None = None,
     linear_bias: Tensor | None = None,
     floor: float = 0.0,
@@ -88,7 +97,7 @@ def mixture_log_probs(
 class LossKwargs(TypedDict, total=False):
     """The keywords that all losses share."""
 
-    function: Required[Function]
+    function: Function
     ignore_index: int
     reduction: Reduction
     label_smoothing: float
@@ -138,7 +147,7 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    function: Function,
+    function: Function = "sigsoftmax",
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
@@ -204,7 +213,7 @@ def linear_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    function: Function,
+    function: Function = "sigsoftmax",
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: Reduction = "mean",
@@ -276,7 +285,7 @@ def mixture_cross_entropy(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    function: Function,
+    function: Function = "sigsoftmax",
     prior_function: Function | None = None,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,

@@ -74,10 +74,9 @@ def _problem(spec: Any, signature: Any, operands: Operands) -> Problem[Any]:
     input, weight = operands.input, operands.weight
     is_mixture, is_loss = spec.prior is not None, isinstance(spec, LossSpec)
     if weight is None:
-        name = "input" if is_loss else "logits"
-        check_floating(name, input)
+        check_floating("input", input)
         num_classes = input.shape[-1]
-        check_classes(name, num_classes)
+        check_classes("input", num_classes)
     else:
         check_product(input, weight, operands.bias, components=is_mixture)
         num_classes = weight.shape[0]

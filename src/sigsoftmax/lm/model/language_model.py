@@ -58,14 +58,14 @@ class LanguageModel(nn.Module):
         self._latent_mask = _GivenMask()
         self.output: OutputLayer | MixtureOutputLayer
         if head.components == 1:
-            self.output = OutputLayer(config.embedding, vocabulary_size, head.function, weight=self.embedding)
+            self.output = OutputLayer(config.embedding, vocabulary_size, function=head.function, weight=self.embedding)
         else:
             self.output = MixtureOutputLayer(
                 config.hidden[-1],
                 config.embedding,
                 vocabulary_size,
                 head.components,
-                head.function,
+                function=head.function,
                 weight=self.embedding,
                 latent_dropout=self._latent_mask,
                 floor=config.floor,
