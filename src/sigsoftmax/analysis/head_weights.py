@@ -68,7 +68,7 @@ class HeadWeights:
 
     @cached_property
     def parsed_head(self) -> Head:
-        return Head.parse(self.head)
+        return Head.parse(self.head, allow_options=True)
 
     @property
     def function(self) -> OutputFunction:
@@ -88,7 +88,11 @@ class HeadWeights:
 
     @property
     def head_text(self) -> str:
-        """The head as ``Head.parse`` reads it; what was learned is written as learned, with its value if it is one."""
+        """The head as ``Head.parse`` reads it; what was learned is written as learned, with its value if it is one.
+
+        It does not tell the way in which a mixture's latent vectors are made, which are the hidden vectors here, or its
+        prior.
+        """
         learned = {}
         for key, value in self.function.given.items():
             if isinstance(value, Tensor):
@@ -135,6 +139,7 @@ class HeadWeights:
                     contexts.prior_logits_NK.to(device, dtype),
                     self.weight_Vd.to(dtype),
                     function=self.function,
+                    prior_function=self.parsed_head.prior,
                     linear_bias=None if self.bias_V is None else self.bias_V.to(device, dtype),
                     floor=self.floor,
                     backend=backend,
@@ -156,7 +161,7 @@ class HeadWeights:
         prior_logits_NK = contexts.prior_logits_NK
         if prior_logits_NK is None:
             return logits_NKV, log_f_NKV, logits_NKV.new_zeros(len(contexts), 1)
-        prior = OutputFunction.parse(prior_of(self.function, None))
+        prior = OutputFunction.parse(prior_of(self.function, self.parsed_head.prior))
         log_prior_NK = normalizing.log_probs(prior_logits_NK.to(torch.float64), prior.form, prior.arguments())
         return logits_NKV, log_f_NKV, log_prior_NK.to(logits_NKV)
 
@@ -192,7 +197,7 @@ class Contexts:
 
     hidden_NKd: Tensor
     prior_logits_NK: Tensor | None = None
-    """logits of a mixture's prior, which is the mixture's own function of them"""
+    """logits of a mixture's prior, which is the prior's function of them"""
     next_tokens_N: Tensor | None = None
     """the token that followed each context in the text"""
     description: str = "given contexts"

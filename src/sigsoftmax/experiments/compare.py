@@ -35,7 +35,6 @@ from sigsoftmax.experiments.runs.run import (
     payloads,
     planned_runs,
 )
-from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.recipes import recipe, with_overrides, written_changes
@@ -303,7 +302,7 @@ def measure(run: Run, corpus: Corpus, resources: Resources) -> ComparedRun:
     spectrum = streamed_spectrum(chosen)
     spectrum = replace(spectrum, source=f"log P of {run.name} at {spectrum.contexts:,} positions of {corpus.name} test")
     epochs = epoch_records(*dict.fromkeys([replace(run, phase="train"), run]))
-    head = Head.parse(run.recipe.model.head)
+    head = run.recipe.model.parsed_head
     return ComparedRun(
         record=ComparisonRecord(
             run=loaded.run,

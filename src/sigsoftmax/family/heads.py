@@ -56,8 +56,9 @@ class Head:
     def parse(cls, text: str | OutputFunction | Head, *, allow_options: bool = False) -> Head:
         head = cls._read(text)
         if not allow_options and (head.latent is not None or head.prior is not None):
-            plain = replace(head, latent=None, prior=None)
-            raise ValueError(f"latent and prior cannot be chosen here; write {str(plain)!r} instead of {str(head)!r}")
+            raise ValueError(
+                f"latent and prior cannot be chosen here; write {str(head.plain)!r} instead of {str(head)!r}"
+            )
         return head
 
     @classmethod
@@ -106,6 +107,11 @@ class Head:
 
     def __hash__(self) -> int:
         return hash(str(self))
+
+    @property
+    def plain(self) -> Head:
+        """The head without the options of its latent vectors and its prior."""
+        return replace(self, latent=None, prior=None)
 
     @property
     def is_softmax(self) -> bool:

@@ -6,15 +6,16 @@ Every field is checked on construction. The values of the published recipes are 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 import torch
 
-from sigsoftmax.family import Learned
-from sigsoftmax.family.heads import Head
+from sigsoftmax.contract.spec import prior_of
+from sigsoftmax.family import Learned, OutputFunction
+from sigsoftmax.family.heads import Head, Latent
 
-__all__ = ["DynamicEvaluationConfig", "ModelConfig", "Precision", "Recipe", "TrainingConfig"]
+__all__ = ["DynamicEvaluationConfig", "ModelConfig", "Precision", "Recipe", "TrainingConfig", "parse_head"]
 
 Precision = Literal["float32", "tf32", "bf16"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")
@@ -24,12 +25,33 @@ EVALUATION_PRECISIONS: tuple[Precision, ...] = ("float32", "tf32")
 """arithmetic of validation and test: weights and state are float32 in both"""
 
 
+DEFAULT_LATENT: Latent = "tanh"
+"""the latent vectors of a mixture that names no others, as published"""
+
+
+def parse_head(text: str | Head) -> Head:
+    """A head as the configuration of a model names it, with the options of a mixture.
+
+    An option that says the default is left out, so that equal heads have equal texts.
+    """
+    head = Head.parse(text, allow_options=True)
+    if head.components == 1:
+        return head
+    default_prior = OutputFunction.parse(prior_of(head.function, None))
+    return replace(
+        head,
+        latent=None if head.latent == DEFAULT_LATENT else head.latent,
+        prior=None if head.prior == default_prior else head.prior,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """An AWD-LSTM: one matrix is embedding and output, separate LSTM layers, six dropouts, any head."""
 
     head: str = "softmax"
-    """a member of the family or a mixture, as ``gss(k=0.2)`` or ``moss(K=15)``"""
+    """a member of the family or a mixture, as ``gss(k=0.2)``, ``moss(K=15)`` or ``mos(K=15, latent=linear)``. Latent
+    vectors of a mixture are tanh(W h + b), as published, unless it says ``linear`` or ``residual``"""
     embedding: int = 400
     """width of the tied matrix"""
     hidden: tuple[int, ...] = (1150, 1150, 400)
@@ -48,7 +70,7 @@ class ModelConfig:
     """elements of the hidden-to-hidden matrices"""
 
     def __post_init__(self) -> None:
-        head = Head.parse(self.head)
+        head = self.parsed_head
         for name, value in head.function.parameters.items():
             number = value.initial if isinstance(value, Learned) else value
             if isinstance(number, int | float):
@@ -60,8 +82,14 @@ class ModelConfig:
             _check_integer(name, width)
         if head.components == 1 and self.hidden[-1] != self.embedding:
             raise ValueError(
-                f"the last LSTM layer feeds the tied matrix, so its width must be that of the embedding, "
-                f"{self.embedding}, got {self.hidden[-1]}; only a mixture has a latent layer between them"
+                f"the last LSTM layer feeds the tied matrix, so its width must be that of the "
+                f"embedding, {self.embedding}, got {self.hidden[-1]}; only a mixture has a latent layer between them"
+            )
+        if self.latent == "residual" and self.hidden[-1] != self.embedding:
+            raise ValueError(
+                "latent=residual adds to the output of the last LSTM layer, so its width must be that of the "
+                f"embedding, {self.embedding}, got {self.hidden[-1]}; set model.hidden together with model.head, or "
+                "take latent=linear"
             )
         if head.components == 1 and (self.floor or self.dropout_latent):
             raise ValueError(f"floor and dropout_latent belong to a mixture, and the head is {self.head!r}")
@@ -69,6 +97,15 @@ class ModelConfig:
         for name, rate in vars(self).items():
             if name.startswith(("dropout_", "weight_drop")) and not 0.0 <= rate < 1.0:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {rate}")
+
+    @property
+    def parsed_head(self) -> Head:
+        return parse_head(self.head)
+
+    @property
+    def latent(self) -> Latent:
+        """The way in which a mixture's latent vectors are made."""
+        return cast(Latent, self.parsed_head.latent or DEFAULT_LATENT)
 
 
 @dataclass(frozen=True, kw_only=True)

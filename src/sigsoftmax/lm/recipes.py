@@ -23,7 +23,7 @@ from typing import Any
 
 from sigsoftmax import family
 from sigsoftmax.family.heads import Head
-from sigsoftmax.lm.config import Recipe
+from sigsoftmax.lm.config import Recipe, parse_head
 from sigsoftmax.lm.settings import SETTINGS
 from sigsoftmax.records.envelope import from_plain, to_plain
 from sigsoftmax.records.parsing import TOO_DEEP, check_nesting
@@ -89,13 +89,13 @@ def head_by_name(name: str, *, components: int) -> Head:
     """A head as recipes name it: ``gss-0.2`` sets the first parameter of a member, ``mos-4`` the components.
 
     ``-learned`` and ``-per-class`` train that parameter; one that layers train anyway needs no word. What
-    ``Head.parse`` reads is read as well.
+    ``Head.parse`` reads is read as well, with the options of a mixture: ``mos(K=4, latent=linear)``.
     """
     mixture = re.fullmatch(r"(mos|moss)(?:-(\d+))?", name)
     if mixture is not None:
         return Head.parse(f"{mixture[1]}(K={mixture[2] or components})")
     if "(" in name:
-        return Head.parse(name)
+        return parse_head(name)
     for member in sorted(family.names(), key=len, reverse=True):
         value = re.fullmatch(rf"{re.escape(member.replace('_', '-'))}(?:-(.+))?", name.replace("_", "-"))
         if value is not None:
@@ -239,7 +239,7 @@ def _changed(base: Recipe, values: Mapping[str, Any]) -> Recipe:
     for path, value in values.items():
         typed = from_plain(known[path], value, path)
         if path == "model.head":
-            typed = value = str(Head.parse(typed))
+            typed = value = str(parse_head(typed))
         *tables, last = path.split(".")
         owner = plain
         for table in tables:

@@ -90,6 +90,12 @@ def _collapse(audit: Audit) -> str:
         return ""
     kl, head = kl_text(bend.kl_to_nearest_softmax), head_label(layer.head)
     other = f"softmax of {bend.nearest_slope:.3g} z" + (" in each component" if layer.components > 1 else "")
+    if layer.components > 1 and bend.kl_to_nearest_softmax <= COLLAPSED:
+        # A mixture of softmaxes is no softmax: phi tells nothing of what mixing does.
+        return (
+            f"The components of {head} are softmaxes: they are within {kl} nats of {other} with the same h and W, so "
+            "what it can do beyond softmax it does by mixing."
+        )
     if bend.kl_to_nearest_softmax <= COLLAPSED:
         return (
             f"{head} has collapsed to softmax: it is within {kl} nats of {other} with the same h and W, so here it "

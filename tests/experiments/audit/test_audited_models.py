@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+import sigsoftmax
 from sigsoftmax.experiments.audit.audited_models import kind_of, open_arrays, open_matrix, read_text, sample_rows
 from sigsoftmax.lm.training import checkpoints
 
@@ -72,7 +73,16 @@ def test_the_function_of_arrays_is_stated(tmp_path):
         ({"H": H, "W": W.T.copy()}, r"W looks transposed"),
         ({"H": H, "W": W, "b": B[:3]}, r"one number for each of the 20 rows of W, got torch.float32 of shape \(3,\)"),
         ({"H": H, "W": np.full_like(W, np.nan)}, r"output matrix W must be finite, but holds nan at \(0, 0\)"),
-        ({"H": H[None], "W": W}, r"must be a matrix \(contexts, width\), got shape \(1, 30, 4\)"),
+        (
+            {"H": H[None, None], "W": W},
+            r"must be a matrix \(contexts, width\), or of a mixture .* shape \(1, 1, 30, 4\)",
+        ),
+        ({"H": H[None], "W": W}, r"a mixture of 30 components needs prior logits of shape \(1, 30\)"),
+        ({"H": H, "W": W, "prior": H}, r"and a single component none; got \(30, 4\)"),
+        ({"W": W, "prior": H, "next": np.arange(30)}, r"next and prior belong to hidden vectors, and there is no H"),
+        ({"H": H, "W": W, "lm_head.weight": W}, r"expected arrays named H"),
+        ({"a.weight": W, "b.weight": W}, r"expected arrays named H .* or an output layer alone as lm_head.weight"),
+        ({"lm_head.weight": W, "a.bias": B}, r"got a.bias, lm_head.weight\. A part of a Hugging Face model"),
         ({"H": H.astype("i8"), "W": W}, r"H must hold floating-point numbers, got torch.int64"),
         ({"H": H, "W": W, "next": B}, r"next must hold the numbers of words"),
         ({"H": H, "W": W, "next": np.full(30, 20)}, r"next tokens must be between 0 and 19"),
@@ -87,6 +97,39 @@ def test_arrays_that_make_no_sense(tmp_path, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(ValueError, match=message):
         open_arrays(str(tmp_path / "a.npz"), memory=MEMORY)
+
+
+def test_the_arrays_of_a_mixture(tmp_path):
+    hidden, prior = (GENERATOR.standard_normal(shape).astype("f4") for shape in ((30, 3, 4), (30, 3)))
+    np.savez(tmp_path / "a.npz", H=hidden, W=W, b=B, prior=prior)
+    for function, prior_function in (("moss(K=3)", "sigsoftmax"), ("moss(K=3, prior=softmax)", "softmax")):
+        source = open_arrays(str(tmp_path / "a.npz"), function=function, memory=MEMORY)
+        expected = sigsoftmax.mixture_log_probs(
+            *(torch.from_numpy(array).double() for array in (hidden, prior, W)),
+            prior_function=prior_function,
+            linear_bias=torch.from_numpy(B).double(),
+        )
+        contexts = source.contexts(30, quiet)
+        torch.testing.assert_close(source.layer.log_probs(contexts), expected, rtol=0, atol=1e-6)
+        _, log_f_NKV, log_prior_NK = source.layer.by_component(contexts)
+        torch.testing.assert_close((log_f_NKV + log_prior_NK[..., None]).logsumexp(1), expected, rtol=0, atol=1e-6)
+        assert source.described_layer().head == "moss(K=3)"
+    assert str(open_arrays(str(tmp_path / "a.npz"), memory=MEMORY).layer.parsed_head) == "mos(K=3)"
+    with pytest.raises(ValueError, match=r"H has 3 components per context, but the head mos\(K=2\) mixes 2"):
+        open_arrays(str(tmp_path / "a.npz"), function="mos(K=2)", memory=MEMORY)
+
+
+@pytest.mark.parametrize("names", [("W", "b"), ("lm_head.weight", "lm_head.bias"), ("weight", "bias")])
+def test_an_output_layer_alone(tmp_path, names):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    safetensors.save_file(dict(zip(names, (W, B), strict=True)), tmp_path / "head.safetensors")
+    source = open_arrays(str(tmp_path / "head.safetensors"), memory=MEMORY)
+    assert source.contexts is None
+    np.testing.assert_array_equal(source.layer.weight_Vd, W)
+    np.testing.assert_array_equal(source.layer.bias_V, B)
+    assert "Only an output matrix was given" in source.notes[0]
+    with pytest.raises(ValueError, match=r"takes a hidden vector per component and the logits of a prior. Store them"):
+        open_arrays(str(tmp_path / "head.safetensors"), function="mos(K=4)", memory=MEMORY)
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])

@@ -24,14 +24,15 @@ def corpus() -> Corpus:
     return Corpus.load("language")
 
 
-def saved(folder, corpus, head="softmax", corpus_name="language"):
+def saved(folder, corpus, head="softmax", corpus_name="language", model=None):
     """An untrained model in a checkpoint, as a run would store it."""
     base = recipe("language-softmax")
     model_config = dataclasses.replace(base.model, head=head, embedding=6, hidden=(10, 6))
     small = dataclasses.replace(base, model=model_config, corpus=corpus_name)
-    model = LanguageModel(small.model, len(corpus.words), seed=1)
-    with torch.no_grad():
-        model.embedding.mul_(20.0)
+    if model is None:
+        model = LanguageModel(small.model, len(corpus.words), seed=1)
+        with torch.no_grad():
+            model.embedding.mul_(20.0)
     identity = RunIdentity(
         recipe=small.name,
         phase="train",
@@ -60,6 +61,22 @@ def test_the_output_is_the_models(tmp_path, corpus, head):
     assert torch.equal(contexts.next_tokens_N, corpus.test[1:301])
     assert source.layer.head_text == head
     assert "after epoch 3" in source.how_known
+
+
+@pytest.mark.parametrize("head", ["moss(K=3, latent=linear)", "mos(K=2, latent=residual, prior=sigsoftmax)"])
+def test_latent_vectors_and_priors_of_other_kinds(tmp_path, corpus, head):
+    folder, model = saved(tmp_path, corpus, head)
+    with torch.no_grad():
+        model.output.latent.weight.normal_()
+        model.output.prior.weight.normal_()
+    saved(tmp_path, corpus, head, model=model)
+    source = open_checkpoint(str(folder))
+    text_R1 = batchify(corpus.test[:101], 1)
+    with torch.no_grad():
+        expected = model.log_probs(model.features(text_R1[:-1], model.zero_state(1)))[:, 0].double()
+    torch.testing.assert_close(source.layer.log_probs(source.contexts(100, quiet)), expected, rtol=0, atol=1e-4)
+    assert source.layer.head_text == head.partition(",")[0] + ")"
+    assert head in source.how_known
 
 
 def test_the_truth_of_a_language_belongs_to_its_positions(tmp_path, corpus):

@@ -209,15 +209,100 @@ def test_a_model_that_was_stored_with_its_output_function(tmp_path):
     )
 
 
-def test_a_model_with_a_mixture_is_refused(tmp_path):
+def patched(folder, kind: str, function: str):
+    """A model with an output function whose parameters are random, saved in a folder."""
     from sigsoftmax.integrations import huggingface as patching
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(save_model("gemma2", tmp_path / "m"))
-    patching.apply_output_function(model, "mos(K=2)").save_pretrained(tmp_path / "patched")
-    with pytest.raises(
-        ValueError, match=r"has the output function mos\(K=2, .*mixtures on such models are not audited"
-    ):
-        open_model(str(tmp_path / "patched"), memory=MEMORY)
+    model = transformers.AutoModelForCausalLM.from_pretrained(save_model(kind, folder / "own"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patching.apply_output_function(model, function)
+    with torch.no_grad():
+        for parameter in model.output_function.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder / "patched")
+    return str(folder / "patched"), model.eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        ("llama", "mos(K=3)"),
+        ("gemma2", "moss(K=2, latent=tanh, prior=softmax)"),
+        ("granite", "mixture(shifted_sigsoftmax(b=per_class), K=2, latent=linear)"),
+    ],
+)
+def test_a_model_with_a_mixture(tmp_path, kind, function):
+    folder, model = patched(tmp_path, kind, function)
+    opened = open_model(folder, memory=MEMORY)
+    assert "stored with the model; compared with the model's output, which agrees" in opened.known.how_known
+    windows = opened.windows(None, 20, window=16, seed=0)
+    contexts = opened.contexts(windows, 20, quiet)
+    with torch.no_grad():
+        logits = model(input_ids=windows.ids_BL).logits[:, :-1].flatten(0, 1)[:20]
+    expected = torch.log_softmax(logits.double(), -1)
+    torch.testing.assert_close(opened.known.layer.log_probs(contexts), expected, rtol=0, atol=1e-4)
+    assert torch.equal(contexts.next_tokens_N, windows.ids_BL[:, 1:].flatten()[:20])
+
+    head_only = open_head_only(folder)
+    torch.testing.assert_close(head_only.layer.weight_Vd, opened.known.layer.weight_Vd)
+    assert head_only.layer.head_text == opened.known.layer.head_text
+    assert "stored with the model" in head_only.how_known
+    gaussian = head_only.contexts(head_only.available, quiet)
+    hidden_Nd = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model.output_function.linear(hidden_Nd, model.get_output_embeddings()).logits()
+    expected = torch.log_softmax(logits.double(), -1)
+    torch.testing.assert_close(head_only.layer.log_probs(gaussian), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bounds_only", [True, False])
+def test_an_audit_of_a_model_with_a_mixture(tmp_path, bounds_only):
+    folder, _ = patched(tmp_path, "llama", "mos(K=3)")
+    said: list[str] = []
+    found = run(AuditConfig(model=folder, bounds_only=bounds_only, out=tmp_path / "out"), said.append)
+    assert (found.layer.head, found.layer.components) == ("mos(K=3)", 3)
+    assert found.bounds.lower > WIDTH + 2
+    assert (found.spectrum is None) == bounds_only
+
+
+def test_a_mixture_as_the_teacher(tmp_path):
+    folder, _ = patched(tmp_path, "llama", "mos(K=3)")
+    found = run(
+        AuditConfig(
+            model=str(tmp_path / "own"),
+            teacher=folder,
+            heads=("softmax", "mos(K=2)"),
+            contexts=40,
+            iterations=5,
+            starts=1,
+            workers=1,
+            argmax_words=0,
+            out=tmp_path / "out",
+        ),
+        quiet,
+    )
+    assert found.target.model_kl > 0.01
+    assert {head.head for head in found.target.heads} == {"softmax", "mos(K=2)"}
+
+
+def test_the_output_layer_alone_of_a_model_with_an_output_function(tmp_path):
+    folder, model = patched(tmp_path, "granite", "shifted_sigsoftmax(b=per_class)")
+    source = open_head_only(folder)
+    torch.testing.assert_close(source.layer.weight_Vd, model.get_output_embeddings().weight.detach())
+    torch.testing.assert_close(
+        source.layer.function.given["b"], model.output_function.function_parameters["b"].detach()
+    )
+    assert source.scale == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("opener", [lambda name, **o: open_model(name, memory=MEMORY, **o), open_head_only])
+def test_a_mixture_is_no_function_of_one_hidden_vector(tmp_path, folders, opener):
+    with pytest.raises(ValueError, match=r"mos\(K=4\) takes a hidden vector per component .* --heads 'mos\(K=4\)'"):
+        opener(str(folders["llama"]), function="mos(K=4)")
+    folder, _ = patched(tmp_path, "llama", "mos(K=3)")
+    with pytest.raises(ValueError, match=r"has stored that its output is mos\(K=3, .*; leave --function out"):
+        opener(folder, function="softmax")
 
 
 def test_without_transformers_it_says_how_to_get_it(monkeypatch):

@@ -119,6 +119,49 @@ def test_bounds_only(arrays, tmp_path):
         audited(str(tmp_path / "p.npy"), tmp_path, bounds_only=True)
 
 
+@pytest.mark.parametrize("bounds_only", [True, False])
+def test_a_file_with_an_output_matrix_alone(tmp_path, bounds_only):
+    pytest.importorskip("safetensors.numpy").save_file({"lm_head.weight": W}, tmp_path / "head.safetensors")
+    found, said, _ = audited(str(tmp_path / "head.safetensors"), tmp_path, bounds_only=bounds_only)
+    assert (found.bounds.lower, found.bounds.upper) == (5, 5)
+    assert "256 Gaussian vectors" in found.bounds.source
+    assert found.contexts == 0
+    assert found.spectrum is found.truncation is found.bend is found.gradient is None
+    assert (
+        "Only an output matrix was given: spectrum, directions, nonlinearity and gradient are those of hidden" in said
+    )
+    assert "Store these beside it as H" in said
+    assert "the output layer alone" in said
+    if bounds_only:
+        assert found.argmax is None
+    else:
+        assert found.argmax.in_question == 20
+
+
+def test_an_output_matrix_alone_against_a_target(tmp_path):
+    pytest.importorskip("safetensors.numpy").save_file({"lm_head.weight": W}, tmp_path / "head.safetensors")
+    np.save(tmp_path / "p.npy", LOG_P.numpy())
+    found, _, fits = audited(
+        str(tmp_path / "head.safetensors"), tmp_path, target=str(tmp_path / "p.npy"), heads=("mos(K=2)",)
+    )
+    assert found.target.model_kl is None
+    assert {(fit.head, fit.width) for fit in fits} >= {("softmax", 4), ("mos(K=2)", 4)}
+
+
+def test_a_mixture_in_arrays(tmp_path):
+    hidden, prior = (GENERATOR.standard_normal(shape).astype("f4") for shape in ((80, 3, 4), (80, 3)))
+    np.savez(tmp_path / "a.npz", H=hidden, W=W, prior=prior)
+    np.save(tmp_path / "p.npy", LOG_P.numpy())
+    options = {"target": str(tmp_path / "p.npy"), "function": "mos(K=3, prior=sigsoftmax)", "heads": ("softmax",)}
+    found, said, fits = audited(str(tmp_path / "a.npz"), tmp_path, **options)
+    assert (found.layer.head, found.layer.components) == ("mos(K=3)", 3)
+    assert {fit.head for fit in fits} >= {"softmax", "mos(K=3)"}
+    assert found.target.model_kl > 0.0
+    assert "the head is a mixture, and theory knows no other bound" in said
+    assert "has collapsed" not in said
+    assert "The components of MoS(K=3) are softmaxes" in said
+
+
 def test_a_hugging_face_model_and_its_teacher(tmp_path):
     model, teacher = (save_model("llama", tmp_path / name, seed=seed) for seed, name in enumerate(("m", "t")))
     found, said, _ = audited(

@@ -83,7 +83,11 @@ def audit_steps(
     argmax_seconds: float = 0.0,
     bounds_contexts: int = 0,
 ) -> list[Step]:
-    """The parts of an audit with the time of each; ``bounds_contexts``, where the bounds have more contexts."""
+    """The parts of an audit with the time of each; ``bounds_contexts``, where the bounds have more contexts.
+
+    Without contexts only the output layer is looked at: its bounds and, if ``argmax_tokens`` asks for it, the words
+    that can come first.
+    """
     n, v, d, m = float(contexts), float(vocabulary), float(width or 0), float(min(sampled, contexts))
     has_layer, row = width is not None, v * components
     bounded = max(n, float(bounds_contexts), 1.5 * (d + 2.0))
@@ -101,7 +105,7 @@ def audit_steps(
         ("truncation", contexts and truncated, 0.0, 6.0 * n * n * v + 9.0 * n**3, 3.0 * truncated * n * v),
         ("nonlinearity of phi", contexts and has_layer, 0.0, slopes * 2.0 * m * d * row, slopes * 5.0 * m * row),
         ("gradients", contexts and has_layer, 0.0, 2.0 * v * d * d + 4.0 * m * d * row, 10.0 * m * row),
-        (argmax, contexts and has_layer and argmax_tokens, 6.0 * min(argmax_tokens, v) * v * d, 2.0 * v * d * d, 0.0),
+        (argmax, has_layer and argmax_tokens, 6.0 * min(argmax_tokens, v) * v * d, 2.0 * v * d * d, 0.0),
     )
     seconds = {
         name: single / machine.products32 + double / machine.products64 + elements / machine.elements

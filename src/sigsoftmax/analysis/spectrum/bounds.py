@@ -167,7 +167,8 @@ def upper_bound(layer: HeadWeights, contexts: Contexts) -> tuple[int, str]:
     different_tokens = _different_rows(per_token)
     different_contexts = _different_rows([contexts.hidden_NKd, contexts.prior_logits_NK])
     if min(different_tokens, different_contexts) == full:
-        return full, f"{SMALLER_SIDE}: phi is not linear, and theory knows no other bound"
+        why = "the head is a mixture" if layer.components > 1 else "phi is not linear"
+        return full, f"{SMALLER_SIDE}: {why}, and theory knows no other bound"
     if different_tokens <= different_contexts:
         return different_tokens, f"{different_tokens} of {layer.vocabulary} words differ in W or bias"
     return different_contexts, f"{different_contexts} of {len(contexts)} contexts differ"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,6 @@ from sigsoftmax._version import install_extra
 from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.analysis.spectrum.entry_checks import dtype_name
 from sigsoftmax.experiments.distribution_sources import StoredDistributions
-from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.training.checkpoints import VERSION_KEY
 from sigsoftmax.records.schemas.audits import LayerDescription
@@ -30,6 +29,11 @@ from sigsoftmax.records.schemas.audits import LayerDescription
 __all__ = ["AuditedModel", "Progress", "kind_of", "open_arrays", "open_matrix", "read_text", "sample_rows"]
 
 Progress = Callable[[str], None]
+
+ONLY_A_MATRIX = (
+    "Only an output matrix was given: spectrum, directions, nonlinearity and gradient are those of hidden vectors, and "
+    "were not measured. Store these beside it as H (contexts, width)."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +104,8 @@ def kind_of(model: str) -> str:
         return "huggingface"
     raise ValueError(
         f"nothing to audit at {model!r}: expected a folder with a Hugging Face model, its name on the hub, a "
-        "checkpoint of a run, an .npz or .safetensors file with the arrays H, W and b, or an .npy file of "
-        "log-probabilities"
+        "checkpoint of a run, an .npz or .safetensors file with the arrays H, W and b or with an output matrix alone, "
+        "or an .npy file of log-probabilities"
     )
 
 
@@ -147,40 +151,81 @@ def open_matrix(path: str) -> AuditedModel:
 
 
 def open_arrays(path: str, *, function: str | None = None, memory: int, seed: int = 0) -> AuditedModel:
-    """H (contexts, width), W (words, width) and, if there is one, b (words,); ``next`` may hold the next words."""
-    stored = _read_arrays(Path(path), memory)
-    tensors = {name.lower(): tensor for name, tensor in stored.items()}
-    unknown = tensors.keys() - {"h", "w", "b", "next"}
-    if unknown or not {"h", "w"} <= tensors.keys():
-        part_of_model = " A part of a Hugging Face model is audited by naming its folder." if unknown else ""
+    """An output matrix W (words, width), perhaps with a bias b (words,), and hidden vectors H (contexts, width).
+
+    H of a mixture is (contexts, components, width), beside the logits ``prior`` (contexts, components) of its prior.
+    ``next`` may hold the words that followed. Without H the output matrix alone is audited.
+    """
+    tensors = _by_role(path, _read_arrays(Path(path), memory))
+    hidden, prior, following = (tensors.get(role) for role in ("h", "prior", "next"))
+    components = hidden.shape[1] if hidden is not None and hidden.ndim == 3 else 1
+    head = Head.parse(function or "softmax", allow_options=True)
+    if function is None and components > 1:
+        head = Head(head.function, components)
+    if hidden is None and head.components > 1:
         raise ValueError(
-            f"{path}: expected arrays named H (contexts, width), W (words, width) and perhaps b (words,) and next "
-            f"(contexts,), got {', '.join(sorted(stored)[:8]) or 'none'}.{part_of_model}"
+            f"{path} holds an output matrix alone, and the output of {head} is no function of it and one hidden "
+            "vector: it takes a hidden vector per component and the logits of a prior. Store them as H (contexts, "
+            "components, width) and prior (contexts, components), or leave --function out"
         )
-    for name, tensor in stored.items():
-        is_next = name.lower() == "next"
-        if tensor.is_floating_point() == is_next:
-            expected = "the numbers of words" if is_next else "floating-point numbers"
-            raise ValueError(f"{path}: {name} must hold {expected}, got {tensor.dtype}")
-    following = tensors.get("next")
-    member = OutputFunction.parse(function or "softmax")
     try:
-        layer = HeadWeights(weight_Vd=tensors["w"], bias_V=tensors.get("b"), head=Head(member))
-        contexts = Contexts.of_rows(
-            tensors["h"],
-            next_tokens_N=None if following is None else following.to(torch.int64),
-            description=f"the {len(tensors['h']):,} hidden vectors of {Path(path).name}",
-        )
-        layer.check(contexts)
+        layer = HeadWeights(weight_Vd=tensors["w"], bias_V=tensors.get("b"), head=head)
+        contexts = None
+        if hidden is not None:
+            contexts = Contexts(
+                hidden_NKd=hidden[:, None] if hidden.ndim == 2 else hidden,
+                prior_logits_NK=prior,
+                next_tokens_N=None if following is None else following.to(torch.int64),
+                description=f"the {len(hidden):,} hidden vectors of {Path(path).name}",
+            )
+            layer.check(contexts)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return AuditedModel(
+    known = AuditedModel(
         name=path,
         layer=layer,
         how_known="stated" if function else "assumed, since arrays do not say: --function states another",
+    )
+    if contexts is None:
+        return replace(known, notes=(ONLY_A_MATRIX,))
+    return replace(
+        known,
         available=len(contexts),
         contexts=lambda count, progress: contexts[sample_rows(len(contexts), count, seed)],
     )
+
+
+def _by_role(path: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The arrays of a file as ``h``, ``w``, ``b``, ``prior`` and ``next``.
+
+    An output layer may be named as a module stores it, ``lm_head.weight`` and ``lm_head.bias``.
+    """
+    matrices = [name for name in stored if re.fullmatch(r"(.*\.)?weight", name)]
+    roles = {name: name.lower() for name in stored}
+    if len(matrices) == 1:
+        roles |= {matrices[0]: "w", matrices[0].removesuffix("weight") + "bias": "b"}
+    found = {roles[name]: tensor for name, tensor in stored.items()}
+    unknown = found.keys() - {"h", "w", "b", "prior", "next"}
+    if unknown or "w" not in found or len(found) < len(stored):
+        part_of_model = " A part of a Hugging Face model is audited by naming its folder." if unknown else ""
+        raise ValueError(
+            f"{path}: expected arrays named H (contexts, width), W (words, width) and perhaps b (words,) and next "
+            "(contexts,), or an output layer alone as lm_head.weight, got "
+            f"{', '.join(sorted(stored)[:8]) or 'none'}.{part_of_model}"
+        )
+    for name, tensor in stored.items():
+        is_next = roles[name] == "next"
+        if tensor.is_floating_point() == is_next:
+            expected = "the numbers of words" if is_next else "floating-point numbers"
+            raise ValueError(f"{path}: {name} must hold {expected}, got {tensor.dtype}")
+    if "h" in found and found["h"].ndim not in (2, 3):
+        raise ValueError(
+            f"{path}: hidden vectors H must be a matrix (contexts, width), or of a mixture (contexts, components, "
+            f"width), got shape {tuple(found['h'].shape)}"
+        )
+    if "h" not in found and (without := found.keys() & {"prior", "next"}):
+        raise ValueError(f"{path}: {' and '.join(sorted(without))} belong to hidden vectors, and there is no H")
+    return found
 
 
 def _read_arrays(path: Path, memory: int) -> Mapping[str, Tensor]:

@@ -8,6 +8,7 @@ Shapes: L tokens of a text, T positions of a window, N contexts, K components, V
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, detached
 from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress
 from sigsoftmax.experiments.runs.run import checkpoint_file
-from sigsoftmax.family.heads import Head
 from sigsoftmax.layers.mixture import MixtureOutputLayer
 from sigsoftmax.lm.data.corpus import Corpus, batchify, evaluation_windows
 from sigsoftmax.lm.data.corpus_files import read_split
@@ -56,19 +56,16 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
         # The context in which each word was drawn is that of the position before it.
         return corpus.language.log_p_NV[corpus.test_contexts[1 : count + 1]]
 
-    bias_V = model.output.bias
+    bias_V, config_head = model.output.bias, loaded.recipe.model.parsed_head
     parameters = sum(parameter.numel() for parameter in model.parameters()) - model.output.weight.numel()
     return AuditedModel(
         name=path,
         layer=HeadWeights(
             weight_Vd=model.output.weight.detach(),
             bias_V=None if bias_V is None else bias_V.detach(),
-            head=Head(
-                detached(model.output.function),
-                model.output.components if isinstance(model.output, MixtureOutputLayer) else 1,
-            ),
+            head=dataclasses.replace(config_head, function=detached(model.output.function)),
         ),
-        how_known=f"of the recipe {loaded.recipe.name!r}, as trained after epoch {loaded.epoch}",
+        how_known=f"{config_head} of the recipe {loaded.recipe.name!r}, as trained after epoch {loaded.epoch}",
         available=ids_L.numel() - 1,
         contexts=lambda count, progress: _contexts(model, ids_L[: count + 1], description, progress),
         truth=truth if corpus is not None and corpus.language is not None else None,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sigsoftmax.analysis.audit.findings import AuditSettings
-from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.training.trainer import resolve_device
 
@@ -26,7 +25,7 @@ class AuditConfig:
 
     model: str
     """a Hugging Face causal language model (a folder or a name on the hub), a checkpoint of a run, a file .npz or
-    .safetensors with the arrays H, W and b, or a file .npy of log-probabilities"""
+    .safetensors with the arrays H, W and b or with an output matrix alone, or a file .npy of log-probabilities"""
     text: Path | None = None
     """text whose contexts are looked at; None: a small English one that is generated"""
     teacher: str | None = None
@@ -35,7 +34,7 @@ class AuditConfig:
     """the truth, otherwise: a file of probabilities or log-probabilities, or a language such as
     ``of_rank(contexts=400, words=200, rank=100)``"""
     function: str | None = None
-    """the output function, where a file does not say it or the model's is not recognised"""
+    """the output function, where a file does not say it or the model's is not recognised; arrays may be a mixture's"""
     bounds_only: bool = False
     """nothing but bounds of the rank; of a Hugging Face model only the output layer is read"""
     trust_remote_code: bool = False
@@ -95,7 +94,7 @@ class AuditConfig:
         for head in self.heads:
             Head.parse(head)
         if self.function is not None:
-            OutputFunction.parse(self.function)
+            Head.parse(self.function, allow_options=True)
         resolve_device(self.device)
 
     @property

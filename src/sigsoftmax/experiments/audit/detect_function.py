@@ -19,7 +19,7 @@ from torch import Tensor
 from sigsoftmax.family import OutputFunction, names
 from sigsoftmax.integrations.huggingface.patching.examination import LogitAdjustment
 
-__all__ = ["Detected", "declared_by", "detect"]
+__all__ = ["Detected", "agreement", "declared_by", "detect", "relative_difference"]
 
 SOFTCAP_KEYS = ("final_logit_softcapping", "final_logits_softcapping", "logits_soft_cap", "logit_softcapping")
 SETTING_WORDS = ("logit", "lm_head", "multiplier", "scaling")
@@ -54,19 +54,16 @@ def detect(
     configuration. A function that is ``stated`` is taken, at the scale that was probed, and its error told. ValueError
     if nothing fits.
     """
-    tolerance = TOLERANCES.get(output_RV.dtype, LOW_PRECISION_TOLERANCE)
-    raw, centred_RV = raw_RV.to(torch.float64), _centred(output_RV.to(torch.float64))
-    spread = float(centred_RV.norm())
+    tolerance = _tolerance(output_RV.dtype)
+    raw, wide_RV = raw_RV.to(torch.float64), output_RV.to(torch.float64)
 
     def candidate(function: OutputFunction, scale: float, explanation: str) -> Detected:
-        difference = float((_centred(function.phi(scale * raw)) - centred_RV).norm())
-        return Detected(function, scale, explanation, difference / spread if spread > 0.0 else difference)
+        return Detected(function, scale, explanation, relative_difference(function.phi(scale * raw), wide_RV))
 
     scale, cap = (1.0, None) if probed is None else (probed.scale, probed.cap)
     if stated is not None:
         found = candidate(stated, scale, reason)
-        agrees = "which agrees" if found.error <= tolerance else f"which differs by {found.error:.2g}"
-        return found._replace(explanation=f"{reason}; compared with the model's output, {agrees}")
+        return found._replace(explanation=agreement(reason, found.error, output_RV.dtype))
     scaled = _scale_text(scale, settings)
     if cap is None:
         best = candidate(OutputFunction("softmax"), scale, f"no other function is applied{scaled}")
@@ -76,7 +73,7 @@ def detect(
         best = candidate(OutputFunction("softcap", c=cap), scale, f"{told}{scaled}")
     if best.error > tolerance:
         others = [candidate(OutputFunction(name), scale, "found among the family") for name in names()]
-        centred_raw_RV = _centred(raw)
+        centred_raw_RV, centred_RV = _centred(raw), _centred(wide_RV)
         square = float(centred_raw_RV.square().sum())
         # The factor that takes the products nearest to the output.
         measured = float((centred_raw_RV * centred_RV).sum()) / square if square > 0.0 else 1.0
@@ -91,6 +88,24 @@ def detect(
             "model's log-probabilities as a .npy file and audit that"
         )
     return best._replace(explanation=f"{best.explanation}; its output agrees within {best.error:.0e}")
+
+
+def relative_difference(expected_RV: Tensor, output_RV: Tensor) -> float:
+    """The difference of two matrices of logits, up to a number per row, relative to the spread of the second."""
+    centred_RV = _centred(output_RV.to(torch.float64))
+    spread = float(centred_RV.norm())
+    difference = float((_centred(expected_RV.to(torch.float64)) - centred_RV).norm())
+    return difference / spread if spread > 0.0 else difference
+
+
+def agreement(reason: str, error: float, dtype: torch.dtype) -> str:
+    """The origin of an output function that was not searched for, and its difference from the model's output."""
+    agrees = "which agrees" if error <= _tolerance(dtype) else f"which differs by {error:.2g}"
+    return f"{reason}; compared with the model's output, {agrees}"
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCES.get(dtype, LOW_PRECISION_TOLERANCE)
 
 
 def declared_by(settings: Mapping[str, object]) -> tuple[OutputFunction, str]:

@@ -17,13 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, detached
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.analysis.spectrum.entry_checks import dtype_name
 from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress
 from sigsoftmax.experiments.audit.default_text import generated_text
-from sigsoftmax.experiments.audit.detect_function import Detected, declared_by, detect
+from sigsoftmax.experiments.audit.detect_function import (
+    Detected,
+    agreement,
+    declared_by,
+    detect,
+    relative_difference,
+)
 from sigsoftmax.experiments.audit.huggingface_files import ModelFiles, quiet
-from sigsoftmax.family import OutputFunction
+from sigsoftmax.experiments.audit.patched_heads import (
+    gaussian_contexts,
+    has_mixture,
+    latent_contexts,
+    read_stored,
+    stated_member,
+    stored_head,
+)
 from sigsoftmax.family.heads import Head
 from sigsoftmax.integrations.huggingface.patching.examination import examine, names_of
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched
@@ -96,13 +109,13 @@ class HuggingFaceModel:
         for number, ids_BL in enumerate(batches, start=1):
             progress(f"running the model: batch {number} of {len(batches)}")
             hidden_BLd, _ = _run(self.model, ids_BL, keep_logits=False)
-            hidden.append(hidden_BLd[:, :-1].float().cpu().flatten(0, 1) * self.known.scale)
+            hidden.append(hidden_BLd[:, :-1].float().flatten(0, 1))
         self.shown = windows
-        return Contexts.of_rows(
-            torch.cat(hidden)[:count],
-            next_tokens_N=windows.ids_BL[:, 1:].flatten()[:count],
-            description=windows.description,
-        )
+        hidden_Nd = torch.cat(hidden)[:count]
+        known = {"next_tokens_N": windows.ids_BL[:, 1:].flatten()[:count], "description": windows.description}
+        if has_mixture(self.model):
+            return latent_contexts(self.model, hidden_Nd, **known)
+        return Contexts.of_rows(hidden_Nd.cpu() * self.known.scale, **known)
 
     def with_text(self, text: str | None, *, window: int, seed: int, text_name: str = "the given text") -> AuditedModel:
         """The model with the contexts of a text."""
@@ -147,7 +160,7 @@ def open_model(
     notes = _note_on_missing(name, model, output.weight, missing)
     weight_Vd = output.weight.detach()
     bias_V = output.bias.detach() if getattr(output, "bias", None) is not None else None
-    found, words = _found_function(name, model, weight_Vd, bias_V, function)
+    head, found, words = _found_function(name, model, weight_Vd, bias_V, function)
     if words < weight_Vd.shape[0]:
         notes.append(
             f"The model leaves out the last {weight_Vd.shape[0] - words} rows of its output matrix; so does this."
@@ -162,7 +175,7 @@ def open_model(
     scaled_bias_V = None if bias_V is None else bias_V.to(torch.float64) * found.scale
     known = AuditedModel(
         name=name,
-        layer=HeadWeights(weight_Vd=weight_Vd, bias_V=scaled_bias_V, head=Head(found.function)),
+        layer=HeadWeights(weight_Vd=weight_Vd, bias_V=scaled_bias_V, head=head),
         how_known=found.explanation,
         scale=found.scale,
         operations_per_context=2.0 * (sum(x.numel() for x in model.parameters()) - weight_Vd.numel()),
@@ -171,8 +184,13 @@ def open_model(
     return HuggingFaceModel(known, model, tokenizer)
 
 
-def open_head_only(name: str, *, function: str | None = None, trust_remote_code: bool = False) -> AuditedModel:
-    """The output layer of a model stored as safetensors, and nothing else of it."""
+def open_head_only(
+    name: str, *, function: str | None = None, trust_remote_code: bool = False, seed: int = 0
+) -> AuditedModel:
+    """The output layer of a model stored as safetensors, and nothing else of it.
+
+    A mixture makes its own vectors of Gaussian ones; other heads leave the choice of vectors to the bounds.
+    """
     files = ModelFiles(name, trust_remote_code)
     with quiet():
         config = files.config()
@@ -182,18 +200,32 @@ def open_head_only(name: str, *, function: str | None = None, trust_remote_code:
         if getattr(config.get_text_config(), "tie_word_embeddings", False):
             weights.append(skeleton.get_input_embeddings().weight)
         bias = getattr(output, "bias", None)
+        # Patched models store matrices in a shape that other readers refuse.
         weight_Vd = files.tensor({key for weight in weights for key in names_of(skeleton, weight)})
-        bias_V = None if bias is None else files.tensor(set(names_of(skeleton, bias)))
-    if function is not None:
-        member, how_known = OutputFunction.parse(function), "stated; not checked against the model's output"
+        weight_Vd = weight_Vd.reshape(output.weight.shape)
+        bias_V = None if bias is None else files.tensor(set(names_of(skeleton, bias))).reshape(bias.shape)
+        stated, scale = stated_member(name, skeleton, function), 1.0
+        if is_patched(skeleton):
+            read_stored(files, skeleton)
+            scale = skeleton.output_function.examined.adjustment.scale
+    if stated is not None:
+        head, how_known = Head(stated), "stated; not checked against the model's output"
+    elif is_patched(skeleton):
+        head, how_known = stored_head(skeleton), "stored with the model; not checked against its output"
     else:
         member, how_known = declared_by(config.get_text_config().to_dict())
-    return AuditedModel(
+        head = Head(member)
+    known = AuditedModel(
         name=name,
-        layer=HeadWeights(weight_Vd=weight_Vd, bias_V=bias_V, head=Head(member)),
+        layer=HeadWeights(weight_Vd=weight_Vd, bias_V=None if bias_V is None else bias_V * scale, head=head),
         how_known=how_known,
+        scale=scale,
         notes=("Only the output layer was read: what depends on real contexts was not measured.",),
     )
+    if not has_mixture(skeleton):
+        return known
+    contexts = gaussian_contexts(skeleton, seed)
+    return dataclasses.replace(known, available=len(contexts), contexts=lambda count, progress: contexts[:count])
 
 
 # --- loading --------------------------------------------------------------------------------------------------------
@@ -257,7 +289,8 @@ def _run(model: Any, ids_BL: Tensor, *, keep_logits: bool) -> tuple[Tensor, Tens
         captured.append(arguments[0].detach())
         return None if keep_logits else (arguments[0][..., :1, :], *arguments[1:])
 
-    handle = model.get_output_embeddings().register_forward_pre_hook(hook)
+    # Before the hook of a patched model, which takes the vectors and hands none on.
+    handle = model.get_output_embeddings().register_forward_pre_hook(hook, prepend=True)
     try:
         with torch.no_grad():
             logits = model(input_ids=ids_BL.to(model.device), use_cache=False).logits
@@ -273,13 +306,9 @@ def _run(model: Any, ids_BL: Tensor, *, keep_logits: bool) -> tuple[Tensor, Tens
 
 def _found_function(
     name: str, model: Any, weight_Vd: Tensor, bias_V: Tensor | None, stated: str | None
-) -> tuple[Detected, int]:
-    """The output function, and how many tokens the model's logits have."""
-    if is_patched(model) and model.output_function.takes_hidden:
-        raise ValueError(
-            f"{name} has the output function {model.output_function.described()}, and mixtures on such models are not "
-            "audited; store a matrix of its log-probabilities in an .npy file and audit that"
-        )
+) -> tuple[Head, Detected, int]:
+    """The head, the evidence for its function, and how many tokens the model's logits have."""
+    member, reason = stated_member(name, model, stated), "stated"
     generator = torch.Generator().manual_seed(0)
     known = min(weight_Vd.shape[0], model.get_input_embeddings().weight.shape[0])
     hidden_BLd, logits_BLV = _run(model, torch.randint(known, (2, PROBE_TOKENS), generator=generator), keep_logits=True)
@@ -289,17 +318,33 @@ def _found_function(
             f"{name}: the output layer has a matrix of {tuple(weight_Vd.shape)}, but takes {hidden_BLd.shape[-1]} "
             f"numbers and the model returns {words} logits; store H, W and b in an .npz file and audit that"
         )
-    layer = HeadWeights(weight_Vd=weight_Vd[:words], bias_V=None if bias_V is None else bias_V[:words])
-    member, reason = None if stated is None else OutputFunction.parse(stated), "stated"
+    own_bias_V = None if bias_V is None else bias_V[:words]
+    if has_mixture(model):
+        return *_found_mixture(model, weight_Vd[:words], own_bias_V, hidden_BLd, logits_BLV), words
+    layer = HeadWeights(weight_Vd=weight_Vd[:words], bias_V=own_bias_V)
     probed = None
     if is_patched(model):
         probed = model.examined.adjustment
         if member is None:
-            member, reason = detached(model.output_function.of_raw_logits()), "stored with the model"
+            member, reason = stored_head(model).function, "stored with the model"
     else:
         # A model that cannot be trained here, because it computes its loss itself, can be audited all the same.
         with contextlib.suppress(ValueError):
             probed = examine(model).adjustment
     settings = model.config.get_text_config().to_dict()
     raw_RV, output_RV = layer.logits(hidden_BLd.flatten(0, 1)), logits_BLV.flatten(0, 1)
-    return detect(raw_RV, output_RV, settings, probed=probed, stated=member, reason=reason), words
+    found = detect(raw_RV, output_RV, settings, probed=probed, stated=member, reason=reason)
+    return Head(found.function), found, words
+
+
+def _found_mixture(
+    model: Any, weight_Vd: Tensor, bias_V: Tensor | None, hidden_BLd: Tensor, logits_BLV: Tensor
+) -> tuple[Head, Detected]:
+    """The mixture that a patched model has stored, compared with its output."""
+    head, scale = stored_head(model), model.examined.adjustment.scale
+    scaled_bias_V = None if bias_V is None else bias_V.to(torch.float64) * scale
+    layer = HeadWeights(weight_Vd=weight_Vd, bias_V=scaled_bias_V, head=head)
+    contexts = latent_contexts(model, hidden_BLd.flatten(0, 1).float())
+    error = relative_difference(layer.log_probs(contexts), logits_BLV.flatten(0, 1))
+    reason = f"{model.output_function.described()}, stored with the model"
+    return head, Detected(head.function, scale, agreement(reason, error, logits_BLV.dtype), error)

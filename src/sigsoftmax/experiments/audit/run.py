@@ -100,7 +100,8 @@ class _Auditor:
     @property
     def is_measured(self) -> bool:
         """True once there is something to keep: all parts that need no target are done."""
-        return self.contexts > 0 and not self.findings.pending
+        is_begun = self.contexts > 0 or self.findings.bounds is not None
+        return is_begun and not self.findings.pending
 
     def measure_all(self) -> None:
         config = self.config
@@ -112,15 +113,15 @@ class _Auditor:
             StoredDistributions(Path(config.target))
         elif config.target is not None:
             open_distributions(config.target)
-        if config.bounds_only:
-            self._announce(model, 0)
-            measure(self._subject_of_bounds(model), settings, self.findings, self.progress)
-            return
-        count = self._contexts_to_take(model)
+        is_layer_alone = config.bounds_only or (model.layer is not None and model.contexts is None)
+        count = 0 if is_layer_alone else self._contexts_to_take(model)
         self._announce(model, count)
         if self._has_target:
             self.unfinished.append("the comparison with the target")
-        subject = self._subject_of_matrix(model, count) if model.layer is None else self._subject(model, count)
+        if is_layer_alone:
+            subject = self._subject_of_bounds(model)
+        else:
+            subject = self._subject_of_matrix(model, count) if model.layer is None else self._subject(model, count)
         measure(subject, settings, self.findings, self.progress)
         if self._has_target:
             self._against_target(subject)
@@ -148,7 +149,10 @@ class _Auditor:
         huggingface = _huggingface(config.model)
         if config.bounds_only:
             return huggingface.open_head_only(
-                config.model, function=config.function, trust_remote_code=config.trust_remote_code
+                config.model,
+                function=config.function,
+                trust_remote_code=config.trust_remote_code,
+                seed=config.seed,
             )
         self.loaded = self._loaded(config.model, function=config.function)
         text = None if config.text is None else read_text(config.text)
@@ -186,7 +190,7 @@ class _Auditor:
             sampled=settings.sampled_contexts,
             operations_per_context=model.operations_per_context,
             truncated=len(truncation_widths(count, model.words)) if count else 0,
-            argmax_tokens=settings.argmax_tokens,
+            argmax_tokens=0 if settings.bounds_only else settings.argmax_tokens,
             argmax_seconds=settings.argmax_seconds,
             bounds_contexts=(model.available or 0) if self.config.bounds_only and model.contexts else 0,
         )

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sigsoftmax.family.heads import Head
 from sigsoftmax.layers.mixture import MixtureOutputLayer
 from sigsoftmax.layers.output_layer import OutputLayer
 from sigsoftmax.lm.config import ModelConfig
@@ -54,7 +53,7 @@ class LanguageModel(nn.Module):
         self.config, self.vocabulary_size = config, vocabulary_size
         self.embedding = nn.Parameter(torch.empty(vocabulary_size, config.embedding))
         self.stack = LstmStack(config.embedding, config.hidden)
-        head = Head.parse(config.head)
+        head = config.parsed_head
         self._latent_mask = _GivenMask()
         self.output: OutputLayer | MixtureOutputLayer
         if head.components == 1:
@@ -66,7 +65,9 @@ class LanguageModel(nn.Module):
                 vocabulary_size,
                 head.components,
                 function=head.function,
+                prior_function=head.prior,
                 weight=self.embedding,
+                latent=config.latent,
                 latent_dropout=self._latent_mask,
                 floor=config.floor,
             )
@@ -79,7 +80,11 @@ class LanguageModel(nn.Module):
             layer.initialise(generator)
         if isinstance(self.output, MixtureOutputLayer):
             bound = 1.0 / math.sqrt(self.config.hidden[-1])
-            for parameter in (self.output.prior.weight, self.output.latent.weight, self.output.latent.bias):
+            drawn = [self.output.prior.weight]
+            if self.config.latent != "residual":
+                # A residual latent layer begins as zero, and has no bias.
+                drawn += [self.output.latent.weight, self.output.latent.bias]
+            for parameter in drawn:
                 parameter.uniform_(-bound, bound, generator=generator)
 
     def describe_recurrence(self, batch: int, dtype: torch.dtype) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from sigsoftmax.family.heads import Head
 from sigsoftmax.layers.output_layer import FunctionModule
 from sigsoftmax.lm.config import ModelConfig
 
@@ -24,15 +23,16 @@ GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit
 
 def parameter_count(config: ModelConfig, vocabulary_size: int) -> int:
     """The numbers that a model of this description has, the tied matrix counted once."""
-    head = Head.parse(config.head)
+    head = config.parsed_head
     layers = pairwise((config.embedding, *config.hidden))
     count = sum(4 * hidden * (inputs + hidden + 2) for inputs, hidden in layers)
     # The tied matrix and the bias; which parameters of phi are learned is known to the layers alone.
     count += vocabulary_size * (config.embedding + 1)
     count += sum(parameter.numel() for parameter in FunctionModule(head.function, vocabulary_size).parameters())
     if head.components > 1:
-        # The prior, and the latent layer with its bias.
-        count += head.components * (config.hidden[-1] + (config.hidden[-1] + 1) * config.embedding)
+        # The prior, and the latent layer, which has a bias unless it is residual.
+        inputs = config.hidden[-1] + (config.latent != "residual")
+        count += head.components * (config.hidden[-1] + inputs * config.embedding)
     return count
 
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sigsoftmax.family.heads import Head
 from sigsoftmax.lm import kernels
 from sigsoftmax.lm.config import ModelConfig
 
@@ -97,7 +96,7 @@ class MaskSampler:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         *inner, last = config.hidden
-        components = Head.parse(config.head).components
+        components = config.parsed_head.components
         of_embedding = [
             _Mask("words", config.dropout_words, (vocabulary_size,)),
             _Mask("input", config.dropout_input, (1, batch, config.embedding)),
