@@ -12,7 +12,7 @@ from sigsoftmax.records import read
 from sigsoftmax.records.schemas.training import EpochRecord
 from sigsoftmax.synthetic import Language
 
-HEADS = {"sigsoftmax": (12, 8), "moss(K=3)": (12, 10)}
+HEADS = {"sigsoftmax": (12, 8), "moss(K=3)": (12, 10), "mos(K=3, latent=residual)": (12, 8)}
 
 
 def small_recipe(head="sigsoftmax", epochs=9, **training):

@@ -57,6 +57,9 @@ def test_every_setting_has_every_head_of_the_paper():
         ("mos", "mos(K=7)"),
         ("moss-3", "moss(K=3)"),
         ("mixture(gss(k=0), K=2)", "mixture(gss(k=0.0), K=2)"),
+        ("mos(K=4, latent=linear)", "mos(K=4, latent=linear)"),
+        ("moss(K=4, latent=tanh, prior=sigsoftmax)", "moss(K=4)"),
+        ("moss(K=4, latent=linear, prior=softmax)", "moss(K=4, latent=linear, prior=softmax)"),
     ],
 )
 def test_heads_by_name(name, head):
@@ -146,6 +149,20 @@ def test_a_head_is_a_change_like_any_other():
     assert changed.model.head == "mixture(gss(k=0.0), K=2)"
     assert changed.overrides == ("model.head=mixture(gss(k=0.0), K=2)",)
     assert with_overrides(recipe("ptb-mos"), changed.overrides) == changed
+
+
+def test_the_latent_vectors_of_a_mixture_are_part_of_its_head():
+    changed = with_overrides(recipe("language-mos"), ["model.head=mos(K=4, latent=linear)"])
+    assert (changed.model.head, changed.model.latent) == ("mos(K=4, latent=linear)", "linear")
+    assert changed.overrides == ("model.head=mos(K=4, latent=linear)",)
+    assert from_json(to_json(changed)) == changed
+    # Records and checkpoints from before do not say, and are of the published kind.
+    assert recipe("language-mos").model.latent == "tanh"
+    assert with_overrides(recipe("language-mos"), ["model.head=mos(K=4, latent=tanh)"]) == recipe("language-mos")
+    changes = ["model.head=mos(K=15, latent=residual)", "model.hidden=960,960,280"]
+    assert with_overrides(recipe("ptb-mos"), changes).model.latent == "residual"
+    with pytest.raises(ValueError, match=r"latent must be one of 'tanh', 'linear', 'residual', got 'cubic'"):
+        with_overrides(recipe("language-mos"), ["model.head=mos(K=4, latent=cubic)"])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Models that adapt side by side: each one's losses are those of the naive loop, whatever the others do."""
 
+import copy
 import math
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from tests.lm.dynamic.test_evaluation import CONFIG, MODELS, RATES, TEXT, TRAIN, build, naive
 from tests.lm.masks import draw_masks
 
+from sigsoftmax.lm.config import ModelConfig
 from sigsoftmax.lm.dynamic.adapting_models import WIDEST_WINDOW, AdaptingModels, kernels_serve
-from sigsoftmax.lm.dynamic.evaluation import GradientStatistics
+from sigsoftmax.lm.dynamic.evaluation import GradientStatistics, adapt
 from sigsoftmax.lm.dynamic.rates import Rates
+from sigsoftmax.lm.model.language_model import LanguageModel
+from sigsoftmax.lm.training.evaluation import evaluate
 
 SEVERAL = [RATES, Rates(learning_rate=1e-2, decay=3.0, epsilon=1e-4), Rates(learning_rate=0.0, decay=0.0)]
 
@@ -33,6 +37,18 @@ def test_losses_are_those_of_the_naive_loop(name):
         expected = naive(name, model).rms_form(TRAIN, TEXT, batch=4, window=5, **numbers)
         assert loss == pytest.approx(expected, rel=1e-9)
     assert abs(losses[0] - losses[2]) > 1e-5
+
+
+@pytest.mark.parametrize("latent", ["linear", "residual"])
+def test_mixtures_of_other_latent_vectors_adapt_as_alone(latent):
+    """Against dynamic evaluation of one model, whose gradients come from autograd alone."""
+    config = ModelConfig(head=f"mos(K=3, latent={latent})", embedding=6, hidden=(7, 6))
+    model = LanguageModel(config, 13, seed=5).double()
+    statistics = GradientStatistics.of(model, TRAIN, CONFIG)
+    losses = losses_of(model, statistics, SEVERAL)
+    assert losses[2] == pytest.approx(evaluate(copy.deepcopy(model).float(), TEXT.unsqueeze(1)).loss, rel=1e-5)
+    for loss, rates in zip(losses, SEVERAL, strict=True):
+        assert loss == pytest.approx(adapt(model, statistics, TEXT, rates).loss, rel=1e-9)
 
 
 def test_a_run_begins_anew_and_the_model_is_left_alone():

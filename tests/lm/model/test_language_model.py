@@ -1,5 +1,7 @@
 """Sizes, initialisation, tying, dropouts and heads of the model."""
 
+import dataclasses
+
 import pytest
 import torch
 from tests.lm.masks import draw_masks
@@ -143,6 +145,43 @@ def test_mixtures_by_the_published_formula(head):
     mixed = (torch.softmax(prior_logits, -1).unsqueeze(-1) * torch.softmax(logits, -1)).sum(-2)
     expected = -torch.log(mixed + 1e-8).gather(-1, targets.unsqueeze(-1)).mean()
     torch.testing.assert_close(model.loss(features, targets), expected)
+
+
+@pytest.mark.parametrize("head", ["mos(K=3, latent=linear)", "mos(K=3, latent=residual, prior=sigsoftmax)"])
+def test_mixtures_of_other_latent_vectors(head):
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(head=head, embedding=8, hidden=(12, 8), floor=1e-8), 30)
+    is_residual = "residual" in head
+    if is_residual:
+        assert model.output.latent.bias is None
+        assert not model.output.latent.weight.any()
+        torch.nn.init.normal_(model.output.latent.weight)
+    tokens, targets = torch.randint(30, (6, 2)), torch.randint(30, (6, 2))
+    features = model.features(tokens, model.zero_state(2))
+    hidden = features.dropped_TBH
+    latent = F.linear(hidden, model.output.latent.weight, model.output.latent.bias).unflatten(-1, (3, 8))
+    logits = F.linear(latent + hidden.unsqueeze(-2) if is_residual else latent, model.embedding, model.output.bias)
+    prior_logits = F.linear(hidden, model.output.prior.weight)
+    if is_residual:
+        prior_logits = prior_logits + F.logsigmoid(prior_logits)
+    mixed = (torch.softmax(prior_logits, -1).unsqueeze(-1) * torch.softmax(logits, -1)).sum(-2)
+    expected = -torch.log(mixed + 1e-8).gather(-1, targets.unsqueeze(-1)).mean()
+    torch.testing.assert_close(model.loss(features, targets), expected)
+
+
+def test_a_mixture_that_does_not_say_begins_with_the_published_latent_vectors():
+    first = LanguageModel(SMALL_MIXTURE, 30, seed=1)
+    second = LanguageModel(
+        dataclasses.replace(SMALL_MIXTURE, head="moss(K=3, latent=tanh, prior=sigsoftmax)"), 30, seed=1
+    )
+    assert first.output.latent_kind == second.output.latent_kind == "tanh"
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name])
+
+
+def test_a_residual_mixture_needs_equal_widths():
+    with pytest.raises(ValueError, match=r"width must be that of the embedding, 8, got 10; set model\.hidden together"):
+        ModelConfig(head="mos(K=3, latent=residual)", embedding=8, hidden=(12, 10))
 
 
 def test_a_mixture_may_have_another_width_and_others_may_not():

@@ -1,6 +1,7 @@
 """Crafted checkpoints: whatever a file with the right checksum says, it is used rightly or refused by its name."""
 
 import copy
+import dataclasses
 import math
 import re
 import shutil
@@ -207,9 +208,27 @@ def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(stopped, tmp_
         load_model(folder)
 
 
-@pytest.mark.parametrize("head", [*HEADS, "shifted_sigsoftmax", "mixture(shifted_sigsoftmax(b=per_class), K=3)"])
+def test_the_latent_vectors_of_a_mixture_are_recorded_and_loaded(tmp_path):
+    head = "mos(K=3, latent=residual)"
+    small_trainer(tmp_path, recipe=small_recipe(head, epochs=1)).run()
+    loaded = load_model(tmp_path / "best.safetensors")
+    assert (loaded.run.head, loaded.recipe.model.head) == (head, head)
+    assert loaded.model.output.latent_kind == "residual"
+    assert loaded.model.output.latent.weight.any()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [*HEADS, "shifted_sigsoftmax", "mixture(shifted_sigsoftmax(b=per_class), K=3)", "mos(K=3, latent=linear)"],
+)
 def test_parameters_are_counted_as_the_model_has_them(head):
     for setting in ("language", "tiny"):
         config = recipe(f"{setting}-{head}").model
         model = LanguageModel(config, 37)
         assert parameter_count(config, 37) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_parameters_of_a_residual_mixture_are_counted_too():
+    config = dataclasses.replace(recipe("tiny-softmax").model, head="mos(K=3, latent=residual)")
+    model = LanguageModel(config, 37)
+    assert parameter_count(config, 37) == sum(parameter.numel() for parameter in model.parameters())
