@@ -22,7 +22,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "LogSigsoftmax over another dimension": lambda: _ending(nn.Unflatten(-1, (5, 6)), LogSigsoftmax(dim=1)),
     "OutputLayer": lambda: _ending(nn.Tanh(), OutputLayer(30, 20, function="shifted_sigsoftmax(b=per_class:1)")),
     "MixtureOutputLayer": lambda: _ending(MixtureOutputLayer(30, 4, 20, components=3, floor=1e-8)),
+    "a residual mixture": lambda: _ending(MixtureOutputLayer(30, 30, 20, 2, function="softmax", latent="residual")),
     "a mixture of sequences": lambda: _ending(
-        nn.Unflatten(-1, (5, 6)), MixtureOutputLayer(6, 4, 20, components=2, function="gss(k=0.2)")
+        nn.Unflatten(-1, (5, 6)), MixtureOutputLayer(6, 4, 20, components=2, function="gss(k=0.2)", latent="linear")
     ),
 }

@@ -36,7 +36,10 @@ PARSED_ONLY = {
     "docs/audit.md": ["path/to/... stands for models of yours", "many fits, for minutes"],
     "docs/benchmark-tables.md": ["needs a GPU"],
     "docs/choosing.md": ["trains eight heads for minutes"],
-    "docs/language-models.md": ["trains four heads with three seeds for minutes"],
+    "docs/language-models.md": [
+        "trains four heads with three seeds for minutes",
+        "trains three heads with three seeds for minutes",
+    ],
     "docs/reproduction.md": ["downloads a corpus and trains for hours", "half an hour of one H200 each"],
     "docs/sweeps.md": [pages.WHOLE_PAGES["docs/sweeps.md"]] * 3,
 }

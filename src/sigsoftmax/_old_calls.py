@@ -28,7 +28,7 @@ def function_was_positional(
 
     def decorate(construct: Callable[Concatenate[Self, P], None]) -> Callable[Concatenate[Self, P], None]:
         @functools.wraps(construct)
-        def read(self: Self, *arguments: P.args, **options: P.kwargs) -> None:
+        def read(self: Self, /, *arguments: P.args, **options: P.kwargs) -> None:
             if len(arguments) <= place or not isinstance(arguments[place], str | OutputFunction):
                 return construct(self, *arguments, **options)
             name = type(self).__name__
@@ -43,7 +43,7 @@ def function_was_positional(
             by_name = dict(zip(old_order, arguments, strict=False))
             if twice := by_name.keys() & options.keys():
                 raise TypeError(f"{name} got multiple values for argument {sorted(twice)[0]!r}")
-            return construct(self, **by_name, **options)  # type: ignore[call-arg]
+            return construct(self, **by_name, **options)  # type: ignore[arg-type, call-arg]
 
         return read
 

@@ -29,7 +29,10 @@ def test_options_of_a_mixture_are_read_where_they_are_allowed(text):
     assert Head.parse(str(head), allow_options=True) == head
     assert (head.latent, head.prior) != (None, None)
     for given in (text, head):
-        with pytest.raises(ValueError, match=r"latent and prior cannot be chosen here; write '.*K=\d\)' instead of"):
+        with pytest.raises(
+            ValueError,
+            match=r"latent and prior cannot be chosen here, where no layer makes them; write '.*K=\d\)' instead of",
+        ):
             Head.parse(given)
 
 

@@ -45,8 +45,11 @@ def test_output_layers(tmp_path, function):
 
 
 @pytest.mark.slow
-def test_mixtures(tmp_path):
-    layer_agrees(MixtureOutputLayer(8, 5, 30, components=3), tmp_path / "layer.onnx")
+@pytest.mark.parametrize("latent", ["tanh", "linear", "residual"])
+def test_mixtures(tmp_path, latent):
+    layer = MixtureOutputLayer(8, 8, 30, components=3, latent=latent, prior_function="softmax")
+    nn.init.normal_(layer.latent.weight)
+    layer_agrees(layer, tmp_path / "layer.onnx")
 
 
 def torchs_export_agrees(model, path):
@@ -108,14 +111,72 @@ def test_other_patched_models(tmp_path, name):
     patched_model_agrees(name, tmp_path / "model.onnx")
 
 
-def test_a_mixture_on_a_model_is_refused(tmp_path):
-    pytest.importorskip("transformers")
+def model_with_mixture(name, head):
+    """A patched model whose components differ."""
     from tests.integrations.huggingface.tiny import tiny
 
     from sigsoftmax.integrations.huggingface import apply_output_function
 
-    with pytest.raises(ValueError, match=r"the mixture mos\(K=2.*\) cannot be written as ONNX.*Serve it with"):
-        export_onnx(apply_output_function(tiny(), "mos(K=2)"), tmp_path / "model.onnx")
+    model = apply_output_function(tiny(name, num_hidden_layers=1), head).eval()
+    with torch.no_grad():
+        for parameter in model.output_function.parameters():
+            parameter.normal_(std=0.3)
+    return model
+
+
+def mixture_agrees(name, head, path, export):
+    from tests.integrations.huggingface.tiny import tokens
+
+    model = model_with_mixture(name, head)
+    export(model, path)
+    ids = tokens(3, 11)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask).logits
+    logits = run(path, input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(logits[mask.bool()], wanted[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_with_a_mixture(tmp_path):
+    pytest.importorskip("transformers")
+    mixture_agrees("llama", "mos(K=2)", tmp_path / "model.onnx", export_onnx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("gpt2", "moss(K=3, latent=tanh)"),
+        ("gemma2", "mixture(gss(k=learned:0.5), K=2, prior=sigsoftmax)"),
+        ("granite", "mixture(shifted_sigsoftmax(b=per_class), K=2, latent=linear)"),
+    ],
+)
+def test_other_models_with_mixtures(tmp_path, name, head):
+    pytest.importorskip("transformers")
+    mixture_agrees(name, head, tmp_path / "model.onnx", export_onnx)
+
+
+@pytest.mark.slow
+def test_a_model_with_a_mixture_by_torchs_export(tmp_path):
+    """As users call it, its optimiser included."""
+    pytest.importorskip("transformers")
+
+    def export(model, path):
+        example = torch.randint(2, (2, 5))
+        any_size = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+        with onnx._quiet():
+            torch.onnx.export(
+                onnx._ModelGraph(model),
+                (example, torch.ones_like(example)),
+                path,
+                dynamo=True,
+                input_names=["input_ids", "attention_mask"],
+                dynamic_shapes=(any_size, any_size),
+                verbose=False,
+            )
+
+    mixture_agrees("llama", "moss(K=3)", tmp_path / "model.onnx", export)
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):

@@ -57,7 +57,8 @@ class Head:
         head = cls._read(text)
         if not allow_options and (head.latent is not None or head.prior is not None):
             raise ValueError(
-                f"latent and prior cannot be chosen here; write {str(head.plain)!r} instead of {str(head)!r}"
+                f"latent and prior cannot be chosen here, where no layer makes them; write {str(head.plain)!r} "
+                f"instead of {str(head)!r}"
             )
         return head
 

@@ -56,16 +56,17 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
         # The context in which each word was drawn is that of the position before it.
         return corpus.language.log_p_NV[corpus.test_contexts[1 : count + 1]]
 
-    bias_V, config_head = model.output.bias, loaded.recipe.model.parsed_head
+    bias_V, head = model.output.bias, loaded.recipe.model.parsed_head
+    made = "" if head == head.plain else f"{head} "
     parameters = sum(parameter.numel() for parameter in model.parameters()) - model.output.weight.numel()
     return AuditedModel(
         name=path,
         layer=HeadWeights(
             weight_Vd=model.output.weight.detach(),
             bias_V=None if bias_V is None else bias_V.detach(),
-            head=dataclasses.replace(config_head, function=detached(model.output.function)),
+            head=dataclasses.replace(head, function=detached(model.output.function)),
         ),
-        how_known=f"{config_head} of the recipe {loaded.recipe.name!r}, as trained after epoch {loaded.epoch}",
+        how_known=f"{made}of the recipe {loaded.recipe.name!r}, as trained after epoch {loaded.epoch}",
         available=ids_L.numel() - 1,
         contexts=lambda count, progress: _contexts(model, ids_L[: count + 1], description, progress),
         truth=truth if corpus is not None and corpus.language is not None else None,
