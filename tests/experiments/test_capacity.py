@@ -153,9 +153,15 @@ def test_the_default_language_is_that_of_the_demo():
     assert capacity.open_distributions(config.target).log_p_NV.shape == (400, 200)
 
 
+def test_heads_are_named_as_compare_names_them():
+    config = CapacityToolConfig(heads=("mos", "gss-0.2", "shifted-sigsoftmax-per-class", "mos(K=4)"))
+    assert config.capacity().heads == ("mos(K=4)", "gss(k=0.2)", "shifted_sigsoftmax(b=per_class)")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"heads": ("mos(K=2, latent=linear)",)}, r"latent and prior cannot be chosen here, where no layer makes them"),
         ({"starts": 0}, r"starts must be at least 1, got 0"),
         ({"seed": -1}, r"seed must not be negative, got -1"),
         ({"weights": "even"}, r"weights must be 'uniform' or 'stationary', got 'even'"),

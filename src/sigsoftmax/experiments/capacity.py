@@ -19,6 +19,7 @@ from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
 from sigsoftmax.experiments.display import Say
 from sigsoftmax.experiments.distribution_sources import open_distributions
+from sigsoftmax.experiments.fitted_heads import fitted_heads
 from sigsoftmax.experiments.runs.run import check_out
 from sigsoftmax.family.heads import Head
 from sigsoftmax.records import Record, store
@@ -50,7 +51,7 @@ class CapacityToolConfig:
     target: str = LANGUAGE
     """a language, or a file of probabilities or log-probabilities, one context per row"""
     heads: tuple[str, ...] = HEADS
-    """heads that are fitted"""
+    """heads that are fitted, as recipes name them: softmax,gss-0.2,mos"""
     widths: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
     """widths of the fits"""
     softmax_widths: tuple[int, ...] = ()
@@ -84,7 +85,7 @@ class CapacityToolConfig:
 
     def capacity(self) -> CapacityConfig:
         return CapacityConfig(
-            heads=self.heads,
+            heads=fitted_heads(self.heads),
             widths=self.widths,
             softmax_widths=self.softmax_widths,
             random_starts=0,

@@ -148,6 +148,16 @@ def test_an_output_matrix_alone_against_a_target(tmp_path):
     assert {(fit.head, fit.width) for fit in fits} >= {("softmax", 4), ("mos(K=2)", 4)}
 
 
+def test_heads_are_named_as_compare_names_them(arrays, tmp_path):
+    np.save(tmp_path / "p.npy", LOG_P.numpy())
+    changes = {"target": str(tmp_path / "p.npy"), "heads": ("mos", "moss-2", "gss-0", "gss(k=0)")}
+    found, _, fits = audited(arrays, tmp_path, **changes)
+    # Those that the heads contain are fitted, too.
+    contained = {"softmax", "sigsoftmax", "mos(K=2)"}
+    assert {fit.head for fit in fits} == {"mos(K=4)", "moss(K=2)", "gss(k=0.0)"} | contained
+    assert {head.head for head in found.target.heads} == {fit.head for fit in fits}
+
+
 def test_a_mixture_in_arrays(tmp_path):
     hidden, prior = (GENERATOR.standard_normal(shape).astype("f4") for shape in ((80, 3, 4), (80, 3)))
     np.savez(tmp_path / "a.npz", H=hidden, W=W, prior=prior)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sigsoftmax.analysis.audit.findings import AuditSettings
+from sigsoftmax.experiments.fitted_heads import fitted_heads
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.training.trainer import resolve_device
 
@@ -50,7 +51,7 @@ class AuditConfig:
     argmax_seconds: float = 60.0
     """seconds for the question which words can come first"""
     heads: tuple[str, ...] = HEADS
-    """output functions to fit to the target, beside the model's own"""
+    """heads to fit to the target, as recipes name them (softmax,gss-0.2,mos), beside the model's own"""
     widths: tuple[int, ...] = ()
     """widths of these fits; empty: that of the layer"""
     fit_contexts: int = 500
@@ -91,8 +92,7 @@ class AuditConfig:
             raise ValueError(f"no text at {self.text}; --text names a file in UTF-8")
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"the output folder {self.out} is a file; choose another with --out")
-        for head in self.heads:
-            Head.parse(head)
+        fitted_heads(self.heads)
         if self.function is not None:
             Head.parse(self.function, allow_options=True)
         resolve_device(self.device)

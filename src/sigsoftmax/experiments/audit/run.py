@@ -43,6 +43,7 @@ from sigsoftmax.experiments.distribution_sources import (
     is_file_of_distributions,
     open_distributions,
 )
+from sigsoftmax.experiments.fitted_heads import fitted_heads
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.audits import Audit, TargetResult
@@ -268,7 +269,8 @@ class _Auditor:
                 f"{contexts:,} contexts, so smaller widths were fitted; --fit-contexts and --fit-words above "
                 f"{2 * width:,} measure it."
             )
-        heads = tuple(dict.fromkeys([*config.heads, *([] if subject.layer is None else [subject.layer.head_text])]))
+        own = [] if subject.layer is None else [subject.layer.head_text]
+        heads = tuple(dict.fromkeys([*fitted_heads(config.heads), *own]))
         effort = CapacityConfig(
             heads=heads,
             widths=widths,
