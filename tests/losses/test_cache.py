@@ -109,7 +109,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[[], Call]]] = {
     "cross_entropy": (sigsoftmax.cross_entropy, plain_inputs),
     "linear_cross_entropy": (sigsoftmax.linear_cross_entropy, linear_inputs),
     "mixture_cross_entropy": (sigsoftmax.mixture_cross_entropy, mixture),
-    "log_probs": (sigsoftmax.log_probs, lambda: {"logits": leaf(N, V), "function": "softmax"}),
+    "log_probs": (sigsoftmax.log_probs, lambda: {"input": leaf(N, V), "function": "softmax"}),
     "mixture_log_probs": (sigsoftmax.mixture_log_probs, mixture_log_probs_inputs),
 }
 

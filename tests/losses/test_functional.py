@@ -1120,10 +1120,10 @@ def test_rare_gradients_are_computed_by_the_reference(name: str, kind: str) -> N
     assert_same(gradients(actual, [wanted])[0], gradients(expected, [wanted])[0])
 
 
-def test_function_is_required_and_may_be_text_or_a_member() -> None:
+def test_function_is_given_by_name_as_text_or_a_member() -> None:
     z, target = normal(N, V), torch.randint(V, (N,))
-    with pytest.raises(TypeError, match="function"):
-        sigsoftmax.cross_entropy(z, target)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        sigsoftmax.cross_entropy(z, target, None, "gss(k=0.2)")  # type: ignore[misc]
     by_text = sigsoftmax.cross_entropy(z, target, function="gss(k=0.2)")
     assert torch.equal(by_text, sigsoftmax.cross_entropy(z, target, function=OutputFunction("gss", k=0.2)))
 
