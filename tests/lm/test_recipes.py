@@ -161,6 +161,10 @@ def test_the_latent_vectors_of_a_mixture_are_part_of_its_head():
     assert with_overrides(recipe("language-mos"), ["model.head=mos(K=4, latent=tanh)"]) == recipe("language-mos")
     changes = ["model.head=mos(K=15, latent=residual)", "model.hidden=960,960,280"]
     assert with_overrides(recipe("ptb-mos"), changes).model.latent == "residual"
+    with pytest.raises(
+        ValueError, match=r"no field 'model\.latent'; it is an option of the head: model\.head=mos\(K=4"
+    ):
+        with_overrides(recipe("language-mos"), ["model.latent=linear"])
     with pytest.raises(ValueError, match=r"latent must be one of 'tanh', 'linear', 'residual', got 'cubic'"):
         with_overrides(recipe("language-mos"), ["model.head=mos(K=4, latent=cubic)"])
 

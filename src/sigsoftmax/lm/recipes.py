@@ -60,6 +60,9 @@ HEADS = (
 )
 """The heads that the list of names shows; any other that can be written works as well."""
 
+HEAD_OPTIONS = ("K", "latent", "prior")
+"""options of a mixture, which are part of its head"""
+
 LEARNED_START = {"gss": 1.0}
 """Initial values of learned parameters whose default is none. k = 1 is softmax: what k becomes is then learned."""
 
@@ -226,6 +229,10 @@ def _check_path(path: str, known: Mapping[str, Any]) -> None:
     for candidate in known:
         names.setdefault(candidate.rpartition(".")[2], []).append(candidate)
     last = path.rpartition(".")[2]
+    if last in HEAD_OPTIONS:
+        raise ValueError(
+            f"a recipe has no field {path!r}; it is an option of the head: model.head=mos(K=4, latent=linear)"
+        )
     near = names.get(last) or difflib.get_close_matches(path, known, n=3)
     near = near or [field for name in difflib.get_close_matches(last, names, n=2) for field in names[name]]
     hint = f"did you mean {' or '.join(near)}?" if near else f"the fields are {', '.join(known)}"
