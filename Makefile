@@ -9,11 +9,16 @@ PYTEST := $(BIN)/python -m pytest
 TEST_PROCESSES ?= auto --maxprocesses=4
 # What `make test` and `make slow` run, and options for pytest, as in: make test TESTS=tests/family ARGS=-x
 TESTS ?=
+# What `make test-versions` runs: the parts that depend on the version of torch or transformers. An empty TORCH or
+# TRANSFORMERS means the newest.
+VERSION_TESTS := tests/family tests/losses tests/layers tests/backends tests/integrations/huggingface
+TORCH ?=
+TRANSFORMERS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv browser demo test test-all mutants test-gpu slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs architecture-docs transcripts screenshots docs docs-serve build package check clean
+.PHONY: help venv browser demo test test-all test-versions mutants test-gpu slow lint format types imports examples bench-cpu bench-gpu bench-docs bench-huggingface bench-classifiers bench-lm reproduction-docs choosing-docs architecture-docs transcripts screenshots docs docs-serve build package check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -32,6 +37,12 @@ test-all: $(VENV)/.installed-dev ## all tests that need no GPU: grids whole, and
 
 slow: $(VENV)/.installed-dev ## the tests marked slow
 	$(PYTEST) -m slow $(ARGS) $(TESTS)
+
+test-versions: ## the core and Hugging Face with other versions: make test-versions TORCH===2.11.0 TRANSFORMERS===5.17.0
+	$(PYTHON) -m venv .venv-versions
+	.venv-versions/bin/python -m pip install --disable-pip-version-check --quiet \
+	  'torch$(TORCH)' 'transformers$(TRANSFORMERS)' -e '.[hf]' hypothesis mpmath peft pillow pytest pytest-xdist
+	.venv-versions/bin/python -m pytest -n $(TEST_PROCESSES) $(ARGS) $(VERSION_TESTS)
 
 mutants: $(VENV)/.installed-dev ## which small defects the tests notice: about an hour
 	$(BIN)/python .ci/mutants.py $(ARGS)

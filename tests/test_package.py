@@ -106,12 +106,22 @@ def steps_of(workflow: str) -> list[dict]:
 
 
 def test_the_workflow_runs_what_everybody_can_run():
-    assert [step["run"] for step in steps_of("ci") if "run" in step] == ["bash .ci/run"]
+    ran = [step["run"] for step in steps_of("ci") if "run" in step]
+    assert ran == ["bash .ci/run", 'make test-versions TORCH="$TORCH" TRANSFORMERS="$TRANSFORMERS"']
     tested = WORKFLOWS["ci"]["jobs"]["checks"]["strategy"]["matrix"]["python"]
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert tested == named
     # YAML 1.1 reads the key "on" as true.
     assert {"push", "pull_request", "workflow_call"} <= WORKFLOWS["ci"][True].keys()
+
+
+def test_the_oldest_versions_that_are_tried_are_those_that_are_allowed():
+    oldest, newest = WORKFLOWS["ci"]["jobs"]["versions"]["strategy"]["matrix"]["include"]
+    required = {*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["hf"]}
+    assert {
+        f"{name}{oldest[name].replace('==', '>=').removesuffix('.0')}" for name in ("torch", "transformers")
+    } <= required
+    assert (newest["torch"], newest["transformers"]) == ("", "")
 
 
 def test_every_step_of_ci_is_a_target_of_make():
