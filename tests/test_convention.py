@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sigsoftmax
-from sigsoftmax import distributed
+from sigsoftmax import distributed, layers
 
 COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     sigsoftmax.sigsoftmax: F.softmax,
@@ -18,20 +18,21 @@ COUNTERPARTS: dict[Callable[..., Any], Callable[..., Any]] = {
     sigsoftmax.probs: F.softmax,
     sigsoftmax.log_probs: F.log_softmax,
     sigsoftmax.cross_entropy: F.cross_entropy,
-    sigsoftmax.Sigsoftmax: nn.Softmax,
-    sigsoftmax.LogSigsoftmax: nn.LogSoftmax,
-    sigsoftmax.Probs: nn.Softmax,
-    sigsoftmax.LogProbs: nn.LogSoftmax,
-    sigsoftmax.CrossEntropyLoss: nn.CrossEntropyLoss,
+    layers.Sigsoftmax: nn.Softmax,
+    layers.LogSigsoftmax: nn.LogSoftmax,
+    layers.Probs: nn.Softmax,
+    layers.LogProbs: nn.LogSoftmax,
+    layers.CrossEntropyLoss: nn.CrossEntropyLoss,
 }
 """the callables of torch whose arguments ours have"""
-TAKE_A_FUNCTION = [
+PUBLIC = [
     *(getattr(sigsoftmax, name) for name in sigsoftmax.__all__ if name != "register_function"),
+    *(getattr(layers, name) for name in layers.__all__),
     distributed.linear_cross_entropy,
     distributed.mixture_cross_entropy,
 ]
 TAKE_A_FUNCTION = [
-    call for call in TAKE_A_FUNCTION if callable(call) and "function" in inspect.signature(call).parameters
+    call for call in dict.fromkeys(PUBLIC) if callable(call) and "function" in inspect.signature(call).parameters
 ]
 LOSSES = (
     sigsoftmax.cross_entropy,
@@ -92,7 +93,7 @@ def test_layers_begin_as_nn_linear() -> None:
 
 def test_a_criterion_takes_every_option_of_its_function() -> None:
     options = inspect.signature(sigsoftmax.cross_entropy).parameters.keys() - {"input", "target", "token_weights"}
-    assert inspect.signature(sigsoftmax.CrossEntropyLoss).parameters.keys() - options == {"num_classes"}
+    assert inspect.signature(layers.CrossEntropyLoss).parameters.keys() - options == {"num_classes"}
 
 
 def test_without_a_function_all_of_them_are_sigsoftmax() -> None:
@@ -101,11 +102,11 @@ def test_without_a_function_all_of_them_are_sigsoftmax() -> None:
     weight = torch.eye(7)
     for loss in (
         sigsoftmax.cross_entropy(logits, target),
-        sigsoftmax.CrossEntropyLoss()(logits, target),
+        layers.CrossEntropyLoss()(logits, target),
         sigsoftmax.linear_cross_entropy(logits, weight, target),
         sigsoftmax.mixture_cross_entropy(logits[:, None], torch.zeros(4, 1), weight, target),
         -sigsoftmax.linear_token_statistics(logits, weight, target).log_probs.mean(),
     ):
         torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(sigsoftmax.LogProbs(1)(logits), sigsoftmax.log_sigsoftmax(logits, 1))
-    torch.testing.assert_close(sigsoftmax.Probs()(logits), sigsoftmax.probs(logits, -1))
+    torch.testing.assert_close(layers.LogProbs(1)(logits), sigsoftmax.log_sigsoftmax(logits, 1))
+    torch.testing.assert_close(layers.Probs()(logits), sigsoftmax.probs(logits, -1))

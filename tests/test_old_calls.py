@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import sigsoftmax
-from sigsoftmax import CrossEntropyLoss, LogProbs, MixtureOutputLayer, OutputFunction, OutputLayer, Probs
+from sigsoftmax import OutputFunction
+from sigsoftmax.layers import CrossEntropyLoss, LogProbs, MixtureOutputLayer, OutputLayer, Probs
 
 D, V, K = 5, 8, 3
 WEIGHT = torch.linspace(0.5, 2.0, V)

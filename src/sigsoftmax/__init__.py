@@ -4,7 +4,7 @@ from sigsoftmax import _moved
 from sigsoftmax._version import __version__
 from sigsoftmax.family import Learned, OutputFunction, register_function
 from sigsoftmax.layers.mixture import MixtureOutputLayer
-from sigsoftmax.layers.output_layer import CrossEntropyLoss, LogProbs, LogSigsoftmax, OutputLayer, Probs, Sigsoftmax
+from sigsoftmax.layers.output_layer import OutputLayer
 from sigsoftmax.losses.functional import (
     cross_entropy,
     linear_cross_entropy,
@@ -21,15 +21,10 @@ from sigsoftmax.losses.token_statistics import linear_token_statistics, mixture_
 _moved.install()
 
 __all__ = [
-    "CrossEntropyLoss",
     "Learned",
-    "LogProbs",
-    "LogSigsoftmax",
     "MixtureOutputLayer",
     "OutputFunction",
     "OutputLayer",
-    "Probs",
-    "Sigsoftmax",
     "__version__",
     "cross_entropy",
     "explain",
