@@ -67,7 +67,7 @@ class Classifier(nn.Module):
         if is_mixture:
             layer = MixtureOutputLayer if variant == "tanh" else LinearMixture
             units = HIDDEN if variant == "wide" else width
-            self.head = layer(units, width, CLASSES, parsed.components, parsed.function)
+            self.head = layer(units, width, CLASSES, parsed.components, function=parsed.function)
         else:
             self.head = OutputLayer(width, CLASSES, function=parsed.function)
 

@@ -36,6 +36,7 @@ PARSED_ONLY = {
     "docs/audit.md": ["path/to/... stands for models of yours", "many fits, for minutes"],
     "docs/benchmark-tables.md": ["needs a GPU"],
     "docs/choosing.md": ["trains eight heads for minutes"],
+    "docs/faq.md": ["installs another torch"],
     "docs/language-models.md": [
         "trains four heads with three seeds for minutes",
         "trains three heads with three seeds for minutes",
