@@ -207,3 +207,23 @@ def test_an_adapter_on_the_output_layer_stores_logits_and_is_right():
         loss = adapted(input_ids=ids, labels=ids).loss
     plain = remove_output_function(copy.deepcopy(adapted))
     torch.testing.assert_close(loss, plain_loss(phi(plain(input_ids=ids).logits), ids))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[" * 100_000, "cannot be read as JSON: it is nested deeper"),
+        ("{", "cannot be read as JSON"),
+        ("[]", "it names no peft_type"),
+        ("{}", "it names no peft_type"),
+        ('{"peft_type": 3}', "it names no peft_type"),
+        ('{"peft_type": "sigsoftmax:LORA", "base_model_name_or_path": 3}', "base_model_name_or_path should be a text"),
+        ('{"peft_type": "sigsoftmax:LORA", "sigsoftmax": []}', "sigsoftmax should be a text"),
+    ],
+)
+def test_a_damaged_configuration_of_an_adapter_is_refused(tmp_path, content, message):
+    (tmp_path / "adapter_config.json").write_text(content)
+    model = apply_output_function(tiny(), "sigsoftmax")
+    for load in (from_pretrained, lambda path: load_adapter(model, path)):
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)

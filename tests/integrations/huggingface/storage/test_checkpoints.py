@@ -127,6 +127,44 @@ def test_weights_that_do_not_belong_to_the_configuration(tmp_path):
         from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
+def test_a_configuration_that_names_another_function_than_the_weights_have(tmp_path, function):
+    apply_output_function(tiny(), "shifted_sigsoftmax(b=learned:1)").save_pretrained(tmp_path)
+    edit(tmp_path, function=function)
+    with pytest.raises(ValueError, match=rf"holds output_function.* which {function} has not"):
+        from_pretrained(tmp_path)
+
+
+EDITS = [
+    ({"function": 3}, "'function' should be str, and is 3"),
+    ({"function": None}, "'function' should be str, and is None"),
+    ({"logit_scale": "2"}, "'logit_scale' should be float or int, and is '2'"),
+    ({"softcap": []}, "'softcap' should be float or int or NoneType"),
+    ({"format": True}, "'format' should be int, and is True"),
+    ({"reshaped": ["nope"]}, "says that 'nope' is stored in another shape"),
+    ({"frozen": ["nope"]}, r"'nope' is to be frozen, and .* has no parameter of that name; its parameters are: b"),
+    ({"architecture": "pipeline"}, "its model is a pipeline of the type llama"),
+    ({"architecture": "GPT2LMHeadModel"}, "its model is a GPT2LMHeadModel of the type llama"),
+    ({"own_model_type": "gpt2"}, "its model is a LlamaForCausalLM of the type gpt2"),
+    ({"auto_map": [1]}, "'auto_map' should be dict or NoneType"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), EDITS)
+def test_a_damaged_configuration_is_refused_by_what_is_wrong(tmp_path, changes, message):
+    apply_output_function(tiny(), "shifted_sigsoftmax(b=learned:1)").save_pretrained(tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(tmp_path)
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    settings["sigsoftmax"].update(changes)
+    path.write_text(json.dumps(settings))
+
+
 def test_what_cannot_be_guarded_is_not_saved(tmp_path):
     model = apply_output_function(tiny(), "sigsoftmax")
     with pytest.raises(ValueError, match="distributed_checkpoint=True"):

@@ -92,6 +92,11 @@ class HeadFunction(FunctionModule):
     def freeze(self) -> None:
         """Keep what is to stay as it is from being trained; loading makes new parameters, which are not."""
         for key in self.frozen:
+            if key not in self.function_parameters:
+                raise ValueError(
+                    f"{key!r:.60} is to be frozen, and {self._function_text} has no parameter of that name; its "
+                    f"parameters are: {', '.join(self.function_parameters) or 'none'}"
+                )
             self.function_parameters[key].requires_grad_(False)
 
     @property

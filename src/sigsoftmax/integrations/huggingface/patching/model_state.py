@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+
+_COUNTING = threading.Lock()
 
 
 @contextmanager
@@ -31,6 +36,24 @@ def loss_function_set(model: Any, function: Any) -> Iterator[None]:
         model.__dict__.pop("_loss_function", None)
         if own is not None:
             model.__dict__["_loss_function"] = own
+
+
+@contextmanager
+def in_forward(model: Any) -> Iterator[None]:
+    """Count a call of a patched model's forward pass while it runs; threads may share the model."""
+    _count(model, 1)
+    try:
+        yield
+    finally:
+        _count(model, -1)
+
+
+def _count(model: Any, change: int) -> None:
+    if torch.compiler.is_compiling():
+        model.calls_in_forward += change
+        return
+    with _COUNTING:
+        model.calls_in_forward += change
 
 
 def remove_hook(hooks: MutableMapping[Any, Any], function: Callable[..., Any]) -> bool:

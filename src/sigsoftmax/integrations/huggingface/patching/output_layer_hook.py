@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLoss
-from sigsoftmax.integrations.huggingface.patching.examination import described_layer, linear_layer, output_layer
+from sigsoftmax.integrations.huggingface.patching.examination import linear_layer, output_layer
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
 from sigsoftmax.integrations.huggingface.patching.model_state import remove_hook
+from sigsoftmax.integrations.huggingface.patching.product_conditions import why_not_product
+
+_CLAIM = threading.Lock()
 
 
 @dataclass(kw_only=True)
@@ -26,6 +31,8 @@ class WaitingCall:
     """The output function that makes logits of that input; None if no logits are to be stored."""
     logits: Tensor | None = None
     """The logits once they are computed."""
+    thread: int | None = None
+    """The thread that makes this call; None in a compiled call."""
 
     def take(self, layer: nn.Linear, hidden: Tensor) -> None:
         if self.loss is not None:
@@ -41,15 +48,18 @@ def serve_waiting_call(layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...
     layer runs.
     """
     waiting = getattr(layer, "waiting_call", None)
-    if waiting is None:
+    if waiting is None or (waiting.thread is not None and waiting.thread != threading.get_ident()):
         return None
     waiting.take(layer, arguments[0])
     return (arguments[0][..., :0, :], *arguments[1:])
 
 
 def add_hook(layer: nn.Module) -> None:
-    """Register the hook, unless it is there."""
-    if serve_waiting_call not in layer._forward_pre_hooks.values():
+    """Register the hook, as the last one, so that it takes what the layer would get after all other hooks."""
+    hooks = list(layer._forward_pre_hooks.values())
+    if serve_waiting_call in hooks[:-1]:
+        remove_hook(layer._forward_pre_hooks, serve_waiting_call)
+    if hooks[-1:] != [serve_waiting_call]:
         layer.register_forward_pre_hook(serve_waiting_call)
 
 
@@ -65,31 +75,50 @@ def layer_with_hook(model: Any) -> nn.Linear | None:
 
     A mixture has no use for stored logits, and raises.
     """
-    layer = linear_layer(output_layer(model))
-    if layer is None:
-        found = described_layer(output_layer(model))
+    layer = output_layer(model)
+    reason = why_not_product(model, layer)
+    if reason is not None:
         if model.output_function.takes_hidden:
             raise ValueError(
-                f"{model.output_function.described()} needs an output layer that is a plain linear map, but that of "
-                f"this {type(model).__name__} is now {found}; leave the output layer out of adapters and quantisation"
+                f"{model.output_function.described()} needs an output layer that is a plain linear map and nothing "
+                f"else, but {reason}; leave the output layer out of adapters and quantisation, and without hooks"
             )
-        warn_of_stored_logits(model, f"its output layer is now {found}, something other than a plain linear map")
-    else:
-        add_hook(layer)
-    return layer
+        warn_of_stored_logits(model, reason)
+        return None
+    plain = linear_layer(layer)
+    assert plain is not None
+    add_hook(plain)
+    return plain
 
 
 @contextmanager
 def waiting(model: Any, layer: Any, call: WaitingCall) -> Iterator[None]:
     """Let a call wait for the input of ``layer``, or, if that is None, its loss for logits."""
     holders = [model] if layer is None else [model, layer]
-    for holder in holders:
-        holder.waiting_call = call
+    _claim(holders, call)
     try:
         yield
     finally:
         for holder in holders:
             holder.waiting_call = None
+
+
+def _claim(holders: Sequence[Any], call: WaitingCall) -> None:
+    """Make a call the one that waits; one of another thread would take its vectors for ours."""
+    if torch.compiler.is_compiling():
+        for holder in holders:
+            holder.waiting_call = call
+        return
+    call.thread = threading.get_ident()
+    with _CLAIM:
+        if any(getattr(holder, "waiting_call", None) is not None for holder in holders):
+            raise RuntimeError(
+                f"this {type(holders[0]).__name__} is computing a loss, or the logits of a mixture, in another thread, "
+                "and computes one at a time; let the threads take turns with a lock, or give each of them a "
+                "copy.deepcopy of the model"
+            )
+        for holder in holders:
+            holder.waiting_call = call
 
 
 def warn_of_stored_logits(model: Any, reason: str) -> None:

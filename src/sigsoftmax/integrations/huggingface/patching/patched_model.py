@@ -27,9 +27,15 @@ from sigsoftmax.integrations.huggingface.patching.causal_loss import (
 from sigsoftmax.integrations.huggingface.patching.examination import Examined, linear_layer, output_layer
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
 from sigsoftmax.integrations.huggingface.patching.mixture_head import restored_head
-from sigsoftmax.integrations.huggingface.patching.model_state import empty_instance, loss_function_set, remove_hook
+from sigsoftmax.integrations.huggingface.patching.model_state import (
+    empty_instance,
+    in_forward,
+    loss_function_set,
+    remove_hook,
+)
 from sigsoftmax.integrations.huggingface.patching.output_layer_hook import WaitingCall
 from sigsoftmax.integrations.huggingface.patching.output_without_logits import without_logits
+from sigsoftmax.integrations.huggingface.patching.product_conditions import logit_settings
 from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
 from sigsoftmax.integrations.huggingface.trainers.trl_fused_head import FusedHead, FusedLoss
 
@@ -48,7 +54,10 @@ class PatchedModel:
     """True if the call that ran last went through the output function (``receipts``)."""
     has_loss_of_function: bool = False
     """True once the model's own forward pass has taken its loss from :attr:`loss_function`."""
-    is_in_forward: bool = False
+    calls_in_forward: int = 0
+    """Calls of the forward pass that have not ended; more than one if threads share the model."""
+    logit_settings: dict[str, float | None] | None = None
+    """Scales and caps as they were when the model was examined (``product_conditions``)."""
     trained_past: str | None = None
     """The function that the last training step went through, if that left no receipt."""
 
@@ -57,6 +66,7 @@ class PatchedModel:
         super().__init__(config, *arguments, **options)  # type: ignore[call-arg]
         stored = checkpoints.stored_in(config)
         attach(self, restored_head(stored), CausalLossOptions())
+        self.logit_settings = stored.get("logit_settings", self.logit_settings)
         if stored.pop(checkpoints.BEING_FILLED, False):
             checkpoints.expect_stored_shapes(cast("nn.Module", self), stored["reshaped"])
 
@@ -101,7 +111,7 @@ class PatchedModel:
         loss = call.loss
         if loss is None:
             # Whoever calls this from outside holds what the model returned.
-            loss = call.of_logits(logits, are_returned=not self.is_in_forward)
+            loss = call.of_logits(logits, are_returned=self.calls_in_forward == 0)
         if self.scores is None:
             return loss
         self.scores.append(loss)
@@ -113,7 +123,7 @@ class PatchedModel:
         if self.waiting_call is not None and self.waiting_call.logits is not None:
             return loss(self.waiting_call.logits.to(logits.dtype), *rest, **options)
         # Not in place: the model returns its logits afterwards, and they are transformed then.
-        is_raw = self.is_in_forward and not self.output_function.is_plain_softmax
+        is_raw = self.calls_in_forward > 0 and not self.output_function.is_plain_softmax
         return loss(self.output_function.transformed(logits) if is_raw else logits, *rest, **options)
 
     @property
@@ -289,11 +299,8 @@ def _fused_output(model: Any, own: Any, arguments: tuple[Any, ...], options: dic
 def _own_output(model: Any, own: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The output of the model's own class; a loss in it must have come from ``loss_function``."""
     model.has_loss_of_function = False
-    model.is_in_forward = True
-    try:
+    with in_forward(model):
         output = own.forward(model, *arguments, return_dict=True, **options)
-    finally:
-        model.is_in_forward = False
     if output.get("loss") is not None and not model.has_loss_of_function:
         # Somebody replaced the forward pass of that class.
         receipts.check_result(model, own.forward, output)
@@ -312,6 +319,7 @@ def is_patched(model: Any) -> bool:
 def attach(model: Any, function: HeadFunction, options: CausalLossOptions) -> None:
     """Give a model of a patched class what that class needs."""
     model.output_function, model.loss_options = function, options
+    model.logit_settings = logit_settings(model)
     layer = linear_layer(output_layer(model))
     if layer is not None:
         output_layer_hook.add_hook(layer)

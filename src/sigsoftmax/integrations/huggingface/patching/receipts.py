@@ -86,7 +86,12 @@ def release(model: Any) -> None:
 
 
 class PatchedType(type):
-    """The class of patched classes: a ``forward`` that is assigned to one of them is checked, too."""
+    """The class of patched classes: a ``forward`` that is assigned to one, or that one made of them has, is checked."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
+        super().__init__(name, bases, attributes)
+        if "forward" in attributes and any(isinstance(base, PatchedType) for base in bases):
+            cls.forward = attributes["forward"]
 
     def __setattr__(cls, name: str, value: Any) -> None:
         super().__setattr__(name, _checked(value) if name == "forward" else value)
@@ -138,6 +143,14 @@ def check_result(model: Any, forward: Any, output: Any) -> None:
 
 def refuse_to_save(model: Any) -> None:
     """A model that was trained as softmax must not be stored as what it was not trained as."""
+    unchecked = model.__dict__.get("forward")
+    if unchecked is not None and not isinstance(unchecked, CheckedForward) and model.needs_receipts:
+        raise RuntimeError(
+            f"{described(unchecked)} was put into the attributes of this {type(model).__name__} past its class, so "
+            f"nobody knows whether its training steps used {model.output_function.described()}. Assign it, as in "
+            "model.forward = ..., and train again; or, if it computes softmax, call remove_output_function(model) and "
+            "save the softmax model"
+        )
     if getattr(model, "trained_past", None) is not None:
         raise RuntimeError(
             f"the last training step of this {type(model).__name__} went through {model.trained_past}, which did not "

@@ -27,6 +27,7 @@ from sigsoftmax.integrations.huggingface.patching.mixture_head import completed
 from sigsoftmax.integrations.huggingface.patching.model_state import empty_instance
 from sigsoftmax.integrations.huggingface.storage import checkpoints
 from sigsoftmax.records.atomic_write import atomic_write
+from sigsoftmax.records.parsing import parse_json
 
 ADAPTER_FILE = "adapter_config.json"
 MARK = f"{checkpoints.KEY}:"
@@ -127,9 +128,19 @@ def _kind(head: Head) -> str:
 
 
 def _settings(path: str) -> dict[str, Any]:
+    """The stored settings of an adapter, which is a file of others: what is needed of it is checked."""
     file = cached_file(path, ADAPTER_FILE)
     assert file is not None
-    settings: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
+    try:
+        settings = parse_json(Path(file).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from None
+    named = ("peft_type", "base_model_name_or_path", checkpoints.KEY)
+    if not isinstance(settings, dict) or not isinstance(settings.get("peft_type"), str):
+        raise ValueError(f"{file} is no configuration of an adapter: it names no peft_type")
+    for name in named:
+        if not isinstance(settings.get(name), str | None):
+            raise ValueError(f"{file} is damaged: {name} should be a text, and is {settings[name]!r:.60}")
     return settings
 
 

@@ -48,6 +48,21 @@ from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, SigsoftmaxForC
 '''
 
 
+FIELDS: dict[str, tuple[type, ...]] = {
+    "format": (int,),
+    "function": (str,),
+    "frozen": (list,),
+    "num_classes": (int,),
+    "logit_scale": (float, int),
+    "softcap": (float, int, type(None)),
+    "why_stored": (str, type(None)),
+    "own_model_type": (str,),
+    "architecture": (str,),
+    "reshaped": (list,),
+    "auto_map": (dict, type(None)),
+}
+"""The types of what :func:`remember` writes; a configuration is a file of others."""
+
 BEING_FILLED = "is_being_filled"
 """Mark, beside what is stored, of the configuration of a model that is about to be filled from a guarded checkpoint."""
 
@@ -64,6 +79,13 @@ def stored_in(config: Any) -> dict[str, Any]:
             f"the output function is stored in format {found.get('format')!r}, but this version of sigsoftmax "
             f"reads {FORMAT} and {MIXTURE_FORMAT}; install the version that wrote it, or a newer one"
         )
+    for name, kinds in FIELDS.items():
+        if type(found.get(name)) not in kinds:
+            raise ValueError(
+                f"the output function in the configuration is damaged: {name!r} should be "
+                f"{' or '.join(kind.__name__ for kind in kinds)}, and is {found.get(name)!r:.60}; restore the "
+                "config.json that save_pretrained wrote"
+            )
     return found
 
 
@@ -80,6 +102,7 @@ def remember(model: Any) -> None:
         "reshaped": [] if function.is_plain_softmax else names_of(model, output_layer(model).weight),
         # The `auto_map` of a model whose own code lies with it.
         "auto_map": None,
+        "logit_settings": model.logit_settings,
     }
     setattr(model.config, KEY, stored)
 
@@ -139,6 +162,12 @@ def save(model: Any, save_own: Callable[..., Any], directory: Any, *arguments: A
     upload = {name: given.pop(name) for name in ("repo_id", "commit_message", "create_pr", "private") if name in given}
     state = given.pop("state_dict", None)
     state = dict(model.state_dict() if state is None else state)
+    if any(value.is_meta for value in state.values()):
+        raise ValueError(
+            f"weights of this {type(model).__name__} are offloaded and not in its state dict; gather them, as in "
+            "model.save_pretrained(folder, state_dict="
+            "accelerate.utils.modeling.get_state_dict_offloaded_model(model))"
+        )
     for name in names_of(model, output_layer(model).weight):
         if name in state:
             state[name] = _guarded_shape(state[name])
@@ -221,6 +250,7 @@ def expect_stored_shapes(model: nn.Module, names: Iterable[str]) -> None:
 
 def restore_shapes(model: nn.Module, names: Iterable[str]) -> None:
     """Undo :func:`expect_stored_shapes` on a model that has been filled."""
+    names = list(names)
     if any(model.get_parameter(name).is_meta for name in names):
         raise ValueError(
             "the output layer of a model with an output function cannot be offloaded; give it a device in device_map"
@@ -230,6 +260,12 @@ def restore_shapes(model: nn.Module, names: Iterable[str]) -> None:
 
 def _replace_parameters(model: nn.Module, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> None:
     """Change parameters in every module that holds them: tied weights stay tied."""
+    names, known = list(names), {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(
+            f"the configuration says that {unknown[0]!r:.60} is stored in another shape, and {type(model).__name__} "
+            "has no such parameter; restore the config.json that save_pretrained wrote"
+        )
     for old in {model.get_parameter(name) for name in names}:
         new = nn.Parameter(change(old.detach()), old.requires_grad)
         for module in model.modules():

@@ -119,6 +119,12 @@ def load_remembered(path: str, settings: Mapping[str, Any], **options: Any) -> A
         raise ValueError(
             f"{path} lacks {', '.join(lost)}: its files do not belong together, or were not written by save_pretrained"
         )
+    unknown = [key for key in report["unexpected_keys"] if key.startswith("output_function.")]
+    if unknown:
+        raise ValueError(
+            f"{path} holds {', '.join(sorted(unknown))}, which {stored['function']} has not: its files do not belong "
+            "together, or config.json was changed by hand"
+        )
     return (model, report) if wants_report else model
 
 
@@ -142,7 +148,14 @@ def own_classes(path: str, settings: Mapping[str, Any], *, trust_remote_code: bo
         config_class.register_for_auto_class()
     elif model_type in CONFIG_MAPPING:
         config_class = CONFIG_MAPPING[model_type]
-        own_class = getattr(transformers, architecture, None) or AutoModelForCausalLM._model_mapping[config_class]
+        listed = AutoModelForCausalLM._model_mapping.get(config_class, None)
+        own_class = getattr(transformers, architecture, None) or listed
+        is_model = isinstance(own_class, type) and issubclass(own_class, transformers.PreTrainedModel)
+        if not is_model or (own_class is not listed and own_class.config_class is not config_class):
+            raise ValueError(
+                f"{path} says that its model is a {architecture} of the type {model_type}, and transformers has no "
+                "such model; restore the config.json that save_pretrained wrote"
+            )
     else:
         raise ValueError(
             f"{path} holds a {architecture}, which transformers {transformers.__version__} does not know; "
