@@ -176,13 +176,12 @@ def test_ignore_index_goes_with_indices_alone(call: Call) -> None:
 
 @every_backend
 @every_loss
-@pytest.mark.parametrize("bad", [-0.5, math.nan])
-def test_negative_class_weights_are_refused(call: Call, bad: float, backend: str) -> None:
+@pytest.mark.parametrize("bad", [-0.5, math.nan, math.inf])
+def test_class_weights_that_are_negative_or_not_finite_are_refused(call: Call, bad: float, backend: str) -> None:
     weight = torch.ones(V)
     weight[3] = bad
-    refuses(
-        call, f"class weights must not be negative or NaN, but weight[3] is {bad:g}", weight=weight, backend=backend
-    )
+    text = f"class weights must be finite and not negative, but weight[3] is {bad:g}"
+    refuses(call, text, weight=weight, backend=backend)
 
 
 @every_loss
@@ -211,6 +210,22 @@ def test_options_out_of_their_range(call: Call) -> None:
     refuses(call, "unknown backend 'fast' (the argument backend=); known: reference, ", backend="fast")
     refuses(call, "unknown extra 'perplexity'; known: log_normalizer, argmax, entropy", extras=("perplexity",))
     refuses(call, "unknown output function 'sofmax' (did you mean 'softmax'?); the known ones are", function="sofmax")
+
+
+@every_loss
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss"])
+def test_what_only_reads_as_a_number_is_none(call: Call, name: str) -> None:
+    for value in (True, "0.1", None, [0.1]):
+        refuses(call, f"{name} must be a number, got {value!r}", **{name: value})
+    # Its gradient would be missing, and nobody would hear of it.
+    learned = torch.tensor(0.1, requires_grad=True)
+    refuses(call, f"pass {name}.item() or detach it", **{name: learned})
+    assert torch.equal(call(**{name: learned.detach()}), call(**{name: learned.item()}))
+
+
+@every_loss
+def test_an_ignored_index_has_64_bits(call: Call) -> None:
+    refuses(call, f"ignore_index must be a whole number of 64 bits, got {2**63}", ignore_index=2**63)
 
 
 @every_loss

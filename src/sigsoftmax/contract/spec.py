@@ -234,6 +234,14 @@ def number(name: str, value: float) -> float:
     if type(value) is float:
         # -0.0 is 0.0.
         return value + 0.0
+    if isinstance(value, bool | str | bytes):
+        # float() would read them.
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise ValueError(
+            f"{name} must be a number, and no gradient by it is computed, but it is a tensor that requires one; pass "
+            f"{name}.item() or detach it"
+        )
     try:
         return float(value) + 0.0
     except (TypeError, ValueError, RuntimeError):
@@ -250,3 +258,5 @@ def check_index(name: str, value: int) -> None:
     """Check that an option is a whole number, and none that only counts as one: True is not 1."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be a whole number of 64 bits, got {value}")

@@ -46,11 +46,11 @@ def _index_message(target: Tensor, bad: Tensor, num_classes: int, ignore_index: 
 
 
 def check_class_weight(weight_V: Tensor) -> None:
-    bad = ~(weight_V >= 0)
+    bad = ~((weight_V >= 0) & (weight_V < torch.inf))
 
     def message() -> str:
         first = int(bad.nonzero()[0])
-        return f"class weights must not be negative or NaN, but weight[{first}] is {float(weight_V[first]):g}"
+        return f"class weights must be finite and not negative, but weight[{first}] is {float(weight_V[first]):g}"
 
     _require(~bad.any(), message)
 
