@@ -319,7 +319,7 @@ def measure(run: Run, corpus: Corpus, resources: Resources) -> ComparedRun:
             contexts=spectrum.contexts,
             seconds=sum(epoch.seconds for epoch in epochs),
         ),
-        spectrum=ModelSpectrum(run=loaded.run, split="test", spectrum=spectrum),
+        spectrum=ModelSpectrum(run=loaded.run, split="test", spectrum=spectrum, epoch=loaded.epoch),
     )
 
 

@@ -1,6 +1,9 @@
 """Dynamic evaluation from the command line: the grid, one pair of rates, and what is on record."""
 
+import copy
+import json
 import math
+import os
 
 import pytest
 from tests.experiments.small_runs import small_resources, small_runs
@@ -87,3 +90,44 @@ def test_a_limit_ends_runs_early_and_is_said(trained):
 def test_bad_settings_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         DynamicConfig(checkpoint=tmp_path, **options)
+
+
+def test_runs_on_other_weights_are_not_taken_for_these(trained):
+    """Times of files do not tell: a copy of a folder may have them in any order, and clocks are set."""
+    one, resources, _ = trained
+    search_grid(one.best, None, resources)
+    path = one.path / "dynamic.jsonl"
+    lines = path.read_text()
+    assert len(known_runs(one.best)) == 4
+    records = [json.loads(line) for line in lines.splitlines()]
+
+    def known(change):
+        changed = copy.deepcopy(records)
+        for record in changed:
+            change(record["payload"])
+        path.write_text("".join(json.dumps(record) + "\n" for record in changed))
+        return len(known_runs(one.best))
+
+    epoch = records[0]["payload"]["epoch"]
+    assert known(lambda payload: payload.update(epoch=epoch + 1)) == 0
+    assert known(lambda payload: payload["run"].update(overrides=["training.epochs=7"])) == 0
+    # Records of version 1 do not name the epoch.
+    assert known(lambda payload: payload.pop("epoch")) == 4
+    path.write_text(lines)
+    os.utime(path, (0, 0))
+    assert known_runs(one.best) == []
+
+
+def test_a_grid_of_another_precision_is_searched_anew(trained, monkeypatch):
+    one, resources, _ = trained
+    search_grid(one.best, None, resources)
+    path = one.path / "dynamic.jsonl"
+    path.write_text(path.read_text().replace('"precision": "float32", "clip', '"precision": "bf16", "clip'))
+    assert {found.precision for found in known_runs(one.best)} == {"bf16"}
+    ran = []
+    keep = dynamic._Subject.keep
+    monkeypatch.setattr(
+        dynamic._Subject, "keep", lambda self, result: (ran.append(result.split), keep(self, result))[1]
+    )
+    search_grid(one.best, None, resources)
+    assert ran == ["valid", "valid", "valid", "test"]

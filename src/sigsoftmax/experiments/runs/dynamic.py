@@ -9,7 +9,7 @@ import torch
 
 from sigsoftmax.experiments.display import Pace, Say, counted, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
-from sigsoftmax.experiments.runs.run import Resources, checkpoint_file, payloads, run_folder, text_of
+from sigsoftmax.experiments.runs.run import Resources, checkpoint_file, measured_on, run_folder, text_of
 from sigsoftmax.lm.config import DynamicEvaluationConfig
 from sigsoftmax.lm.data.corpus import Corpus, Split
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluation, DynamicProgress, GradientStatistics, adapt
@@ -97,7 +97,8 @@ def search_grid(
     """
     with FolderLock(run_folder(checkpoint)):
         subject = _Subject(checkpoint, corpus, resources, settings, say, progress)
-        known, points = known_runs(checkpoint), len(grid(subject.settings))
+        known = [one for one in known_runs(checkpoint) if one.precision == resources.precision]
+        points = len(grid(subject.settings))
         model_run = subject.loaded.run
         say(
             f"Dynamic evaluation of {model_run.recipe}, seed {model_run.seed}: {counted(points, 'point')} on "
@@ -133,7 +134,7 @@ def search_grid(
 
 def known_runs(checkpoint: Path) -> list[DynamicEvaluation]:
     """The runs on record for the weights as they are."""
-    found = payloads(checkpoint.parent / FILE, DynamicEvaluationRecord, since=checkpoint)
+    found = measured_on(checkpoint, FILE, DynamicEvaluationRecord)
     return [DynamicEvaluation.of_record(record) for record in found]
 
 
@@ -169,7 +170,8 @@ class _Subject:
     def keep(self, result: DynamicEvaluation) -> None:
         """Record what a run came to."""
         self._progress("")
-        append(self.records, Record.of(result.record(self.loaded.run), Environment.here(self.device)))
+        record = result.record(self.loaded.run, epoch=self.loaded.epoch)
+        append(self.records, Record.of(record, Environment.here(self.device)))
 
     def watch(self, at: DynamicProgress) -> None:
         """Show a line that changes, once a second, and first one that stays, about how long it all takes."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sigsoftmax.experiments.display import Say, counted, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
-from sigsoftmax.experiments.runs.run import Resources, Run, checkpoint_file, payloads, run_folder, text_of
+from sigsoftmax.experiments.runs.run import Resources, Run, checkpoint_file, measured_on, run_folder, text_of
 from sigsoftmax.lm.config import Precision
 from sigsoftmax.lm.data.corpus import Corpus, Split, batchify
 from sigsoftmax.lm.training.evaluation import evaluate
@@ -77,8 +77,8 @@ def evaluate_best(run: Run, corpus: Corpus, resources: Resources) -> list[Evalua
     path, precision = run.path / FILE, _precision(loaded, resources)
     known = {
         (record.split, record.batch): record
-        for record in payloads(path, EvaluationRecord, since=run.best)
-        if (record.run, record.epoch, record.precision) == (loaded.run, loaded.epoch, precision)
+        for record in measured_on(run.best, FILE, EvaluationRecord)
+        if record.precision == precision
     }
     found = []
     for split, batch in _kinds(loaded, ("valid", "test")):

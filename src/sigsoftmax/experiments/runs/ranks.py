@@ -17,7 +17,7 @@ from sigsoftmax.analysis.progress import Progress
 from sigsoftmax.analysis.spectrum.matrix_readers import from_blocks
 from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
-from sigsoftmax.experiments.runs.run import Resources, payloads, run_folder
+from sigsoftmax.experiments.runs.run import Resources, measured_on, run_folder
 from sigsoftmax.lm.data.corpus import Corpus, batchify, evaluation_windows
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.precision import arithmetic
@@ -58,14 +58,14 @@ def measure_rank(
         )
         state = checkpoint.parent / STATE
         spectrum = streamed_spectrum(reader, SpectrumOptions(device=device), state=state, progress=progress)
-        found = ModelSpectrum(run=loaded.run, split="test", spectrum=spectrum)
+        found = ModelSpectrum(run=loaded.run, split="test", spectrum=spectrum, epoch=loaded.epoch)
         append(checkpoint.parent / FILE, Record.of(found, Environment.here(device)))
         return found
 
 
 def known_spectrum(checkpoint: Path) -> ModelSpectrum | None:
-    """The last spectrum on record that is newer than the weights."""
-    found = payloads(checkpoint.parent / FILE, ModelSpectrum, since=checkpoint)
+    """The last spectrum on record of the weights as they are."""
+    found = measured_on(checkpoint, FILE, ModelSpectrum)
     return next((spectrum for spectrum in reversed(found) if spectrum.split == "test"), None)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, TypeVar, get_args
+from typing import Protocol, Self, TypeVar, get_args
 
 import torch
 
@@ -16,11 +16,12 @@ from sigsoftmax.lm.data.published_corpora import PUBLISHED
 from sigsoftmax.lm.parallel.single_process import KINDS, Kind
 from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
 from sigsoftmax.lm.settings import SETTINGS
+from sigsoftmax.lm.training import checkpoints
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision
-from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, load_model
+from sigsoftmax.lm.training.saved_models import LoadedModel, SavedModel, check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import Phase, Trainer, TrainerOptions, resolve_device
 from sigsoftmax.records import Payload, read_payloads
-from sigsoftmax.records.schemas.training import EpochRecord
+from sigsoftmax.records.schemas.training import EpochRecord, RunIdentity
 
 __all__ = [
     "Resources",
@@ -31,6 +32,7 @@ __all__ = [
     "chosen_recipes",
     "default_device",
     "epoch_records",
+    "measured_on",
     "payloads",
     "planned_runs",
     "run_folder",
@@ -128,11 +130,40 @@ class Run:
         return Trainer(self.recipe, corpus, self.path, options)
 
 
-def payloads(path: Path, kind: type[P], *, since: Path | None = None) -> list[P]:
-    """The payloads of one kind in a file of records; none if it is missing, or older than the file ``since``."""
-    if not path.is_file() or (since is not None and path.stat().st_mtime < since.stat().st_mtime):
+def payloads(path: Path, kind: type[P]) -> list[P]:
+    """The payloads of one kind in a file of records; none if it is missing."""
+    return list(read_payloads(path, kind, malformed="skip")) if path.is_file() else []
+
+
+class Measured(Payload, Protocol):
+    """A payload that says which weights were measured."""
+
+    @property
+    def run(self) -> RunIdentity: ...
+
+    @property
+    def epoch(self) -> int | None:
+        """None in records of older versions"""
+
+
+M = TypeVar("M", bound=Measured)
+
+
+def measured_on(checkpoint: Path, name: str, kind: type[M]) -> list[M]:
+    """The payloads in a file beside a checkpoint that were measured on its weights as they are.
+
+    Times alone do not tell: folders are copied, and clocks are set. So records name the run and the epoch; those of
+    older versions lack the epoch. Of one run and epoch there may be two sets of weights where training is not
+    repeated bit by bit, hence the times besides.
+    """
+    path = checkpoint.parent / name
+    if not path.is_file() or path.stat().st_mtime < checkpoint.stat().st_mtime:
         return []
-    return list(read_payloads(path, kind, malformed="skip"))
+    found = payloads(path, kind)
+    if not found:
+        return []
+    meta = SavedModel.read(checkpoints.load(checkpoint).meta, checkpoint)
+    return [one for one in found if one.run == meta.run and one.epoch in (None, meta.best_epoch)]
 
 
 def epoch_records(*runs: Run) -> list[EpochRecord]:

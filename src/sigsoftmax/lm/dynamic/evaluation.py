@@ -161,10 +161,10 @@ class DynamicEvaluation:
     def perplexity(self) -> float:
         return perplexity(self.loss)
 
-    def record(self, run: RunIdentity) -> DynamicEvaluationRecord:
+    def record(self, run: RunIdentity, *, epoch: int | None = None) -> DynamicEvaluationRecord:
         flat = vars(self) | vars(self.rates)
         del flat["rates"]
-        return DynamicEvaluationRecord(run=run, **flat)
+        return DynamicEvaluationRecord(run=run, epoch=epoch, **flat)
 
     @classmethod
     def of_record(cls, record: DynamicEvaluationRecord) -> Self:

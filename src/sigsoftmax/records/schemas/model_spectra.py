@@ -16,10 +16,12 @@ class ModelSpectrum(SplitMeasurement):
     """The spectrum of one model, as in the paper's table 3 and its two figures, where all models were finetuned."""
 
     KIND = "model-spectrum"
-    VERSION = 1
+    VERSION = 2
     SUBJECT = ("run", "split", "spectrum.precision")
 
     spectrum: Spectrum
+    epoch: int | None = None
+    """epoch of training whose weights these were; None in records of version 1"""
 
     @property
     def extent(self) -> Extent:

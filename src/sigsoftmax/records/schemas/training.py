@@ -43,6 +43,11 @@ class RunIdentity:
     """``float32``, ``tf32`` or ``bf16``"""
     parameters: int
 
+    def __post_init__(self) -> None:
+        for name in ("recipe", "phase", "head", "corpus"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} of a run must be a name, got an empty text")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord(MeasuredPayload):
@@ -138,7 +143,7 @@ class DynamicEvaluationRecord(SplitLoss):
     """One dynamic evaluation: one point of the grid on one split. All numbers are in the RMS form."""
 
     KIND = "dynamic-evaluation"
-    VERSION = 1
+    VERSION = 2
     SUBJECT = ("run", "split", "learning_rate", "decay", "epsilon", "window", "clip_in_place")
 
     learning_rate: float
@@ -153,6 +158,8 @@ class DynamicEvaluationRecord(SplitLoss):
     """arithmetic of the windows that adapt; weights and steps are float32 in any"""
     clip_in_place: bool = False
     """whether the rates of one point stayed clipped in the next, as in the published script"""
+    epoch: int | None = None
+    """epoch of training whose weights these were; None in records of version 1"""
 
     @property
     def extent(self) -> Extent:
