@@ -1,8 +1,10 @@
 """Records: they come back as they went, and whatever does not is named by file and line."""
 
 import dataclasses
+import io
 import json
 import math
+import os
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -180,5 +182,33 @@ def test_lines_that_python_does_not_read_are_named_too(text, message, tmp_path):
 
 
 def test_an_integer_that_no_float_can_hold_is_refused():
-    with pytest.raises(ValueError, match="seconds is an integer that no float can hold: 1000"):
+    with pytest.raises(ValueError, match="seconds is an integer that no float can hold: a number of 1,329 bits"):
         from_plain(float, 10**400, "seconds")
+    with pytest.raises(ValueError, match=r"count is an integer of more than 64 bits: 18446744073709551616"):
+        from_plain(int, 2**64, "count")
+    with pytest.raises(ValueError, match=r"count is an integer of more than 64 bits: a number of 16,610 bits"):
+        from_plain(int, 10**5000, "count")
+    assert from_plain(int, 2**64 - 1, "count") == 2**64 - 1
+
+
+def test_a_record_that_does_not_fit_on_the_disk_is_told(tmp_path, monkeypatch):
+    """A write may end in the middle of a line without an error."""
+    path = tmp_path / "records.jsonl"
+    record = Record.of(PAYLOAD)
+    append(path, record)
+    kept = path.read_bytes()
+
+    class FullDisk(io.FileIO):
+        def write(self, data):
+            return super().write(data[:10])
+
+    opened = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda descriptor, mode, buffering: FullDisk(descriptor, mode))
+    with pytest.raises(OSError, match=r"could not write a record to .*records\.jsonl: No space left.* Free space"):
+        append(path, record)
+    monkeypatch.setattr(os, "fdopen", opened)
+    append(path, record)
+    assert path.read_bytes().startswith(kept)
+    problems = []
+    assert len(list(read(path, malformed=problems.append))) == 2
+    assert len(problems) == 1

@@ -43,6 +43,16 @@ def test_sample():
         Sample.of([])
 
 
+def test_perplexities_of_runs_that_went_wrong_do_not_overflow():
+    """A loss of 500 nats is finite, and so is its perplexity; its square is not."""
+    sample = Sample.of([perplexity(500.0), perplexity(501.0)])
+    assert sample.deviation == pytest.approx((math.exp(501.0) - math.exp(500.0)) / math.sqrt(2.0))
+    assert seeds_to_resolve(1e200, 1e200, 1e200) == seeds_to_resolve(1.0, 1.0, 1.0)
+    assert seeds_to_resolve(1e-200, 1e200, 1e200) is None
+    assert seeds_to_resolve(1e-200, 0.0, 0.0) == LEAST_SEEDS
+    assert seeds_to_resolve(1.0, math.nan, 1.0) is None
+
+
 def test_a_gap_has_the_standard_error_of_a_difference():
     stats = pytest.importorskip("scipy.stats")
     first, second = [57.0, 58.0, 56.4, 57.7], [55.0, 55.3, 55.1]

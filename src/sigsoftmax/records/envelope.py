@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import errno
 import json
 import math
 import os
@@ -38,6 +39,10 @@ __all__ = ["Environment", "Payload", "Record", "append", "from_plain", "read", "
 
 SCHEMA = 2
 """Version of the envelope: the fields around the payload. Version 1 had no commit and no libraries."""
+
+
+LARGEST_INTEGER = 2**64 - 1
+"""No count and no seed is larger, and many times as large a number is no float."""
 
 
 class Payload(Protocol):
@@ -185,16 +190,25 @@ def _parsed(text: str) -> dict[str, Any]:
 def append(path: str | Path, records: Record | Iterable[Record]) -> None:
     """Add records to the end of a file, each by a single write, so that a kill leaves at most one torn line."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    with os.fdopen(descriptor, "rb+", buffering=0) as file:
-        if size := file.seek(0, os.SEEK_END):
-            file.seek(size - 1)
-            # A torn line of an earlier run must not swallow the next record.
-            file.write(b"" if file.read(1) == b"\n" else b"\n")
-        for record in [records] if isinstance(records, Record) else records:
-            file.write(record.to_json().encode() + b"\n")
-        os.fsync(file.fileno())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        with os.fdopen(descriptor, "rb+", buffering=0) as file:
+            if size := file.seek(0, os.SEEK_END):
+                file.seek(size - 1)
+                # A torn line of an earlier run must not swallow the next record.
+                file.write(b"" if file.read(1) == b"\n" else b"\n")
+            for record in [records] if isinstance(records, Record) else records:
+                line = record.to_json().encode() + b"\n"
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"could not write a record to {path}: {error.strerror or error}. Free space or choose another folder, and "
+            "give the same command again",
+        ) from error
 
 
 def read(
@@ -260,6 +274,8 @@ def from_plain(expected: Any, value: Any, name: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         (inner,) = set(arguments) - {types.NoneType}
         return None if value is None else from_plain(inner, value, name)
+    if expected is int and type(value) is int and abs(value) > LARGEST_INTEGER:
+        raise ValueError(f"{name} is an integer of more than 64 bits: {_shortened(value)}")
     if expected is Any or type(value) is expected or (origin is Literal and value in arguments):
         return value
     if dataclasses.is_dataclass(expected):
@@ -302,7 +318,10 @@ def _hints(owner: type) -> dict[str, Any]:
 
 
 def _shortened(value: Any) -> str:
-    text = repr(value)
+    # Python refuses to print an integer of thousands of digits.
+    text = (
+        f"a number of {value.bit_length():,} bits" if type(value) is int and value.bit_length() > 200 else repr(value)
+    )
     return text if len(text) <= 60 else text[:57] + "..."
 
 

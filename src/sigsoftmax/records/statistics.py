@@ -43,7 +43,8 @@ class Sample:
             return cls(mean, None, 1)
         if not math.isfinite(mean):
             return cls(mean, math.nan, len(values))
-        return cls(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)), len(values))
+        # Not by squares, which overflow where perplexities of runs that went wrong do not.
+        return cls(mean, math.hypot(*(v - mean for v in values)) / math.sqrt(len(values) - 1), len(values))
 
     @property
     def standard_error(self) -> float | None:
@@ -126,18 +127,20 @@ def seeds_to_resolve(gap: float, first_deviation: float, second_deviation: float
 
     None where more than ten thousand would be needed.
     """
-    variance = first_deviation**2 + second_deviation**2
-    if not gap or not math.isfinite(gap) or not math.isfinite(variance):
+    if not gap or not math.isfinite(gap):
+        return None
+    spread = math.hypot(first_deviation, second_deviation) / abs(gap)
+    if not spread < MOST_SEEDS:
         return None
     # Student's t asks for more than the normal distribution does, so that the search may begin there.
     normal = sum(NormalDist().inv_cdf(p) for p in (1.0 - SIGNIFICANCE / 2.0, POWER))
-    fewest = max(float(LEAST_SEEDS), normal**2 * variance / gap**2)
+    fewest = max(float(LEAST_SEEDS), (normal * spread) ** 2)
     if fewest > MOST_SEEDS:
         return None
     for seeds in range(math.floor(fewest), MOST_SEEDS + 1):
         degrees = 2 * seeds - 2
         needed = student_quantile(1.0 - SIGNIFICANCE / 2.0, degrees) + student_quantile(POWER, degrees)
-        if needed**2 * variance <= seeds * gap**2:
+        if (needed * spread) ** 2 <= seeds:
             return seeds
     return None
 

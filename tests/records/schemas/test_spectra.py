@@ -80,3 +80,16 @@ def test_records_come_back_as_they_went():
     spectrum = made(row_sum_error=1e-7, contexts_expected=12, seconds=1.0, precision="float32")
     for payload in (samples.rank_bounds(), spectrum):
         assert Record.from_json(Record.of(payload).to_json()).payload_as(type(payload)) == payload
+
+
+@pytest.mark.parametrize(
+    "values", [(1.0, math.inf), (1.0, math.nan), (1.0, 2.0), (1.0, -0.5), (1.7e308, 1.7e308), (math.inf, 1.0), ()]
+)
+def test_singular_values_that_are_none_are_not_used(values):
+    assert not Spectrum(source="", words=3, contexts=3, singular_values=values).is_usable
+
+
+def test_singular_values_far_below_the_largest_have_no_share():
+    spectrum = Spectrum(source="", words=3, contexts=3, singular_values=(1e300, 1e-320))
+    assert spectrum.is_usable
+    assert spectrum.effective_rank == spectrum.stable_rank == 1.0

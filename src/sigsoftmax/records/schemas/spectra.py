@@ -107,6 +107,8 @@ class Spectrum(MeasuredPayload):
         return (
             bool(self.singular_values)
             and 0.0 < self.largest < math.inf
+            and all(0.0 <= value <= self.largest for value in self.singular_values)
+            and math.isfinite(sum(self.singular_values))
             and all(0.0 <= error < math.inf for error in errors)
             and min(self.words, self.contexts) > 0
         )
@@ -186,7 +188,9 @@ class Spectrum(MeasuredPayload):
         """exp(-sum p log p) with p = sigma / sum sigma, over the values above the noise floor; 0 if there are none."""
         values = [value for value in self.singular_values if value > self.noise_floor]
         total = sum(values)
-        return math.exp(-sum(v / total * math.log(v / total) for v in values)) if total else 0.0
+        # One that is too small beside the sum adds nothing.
+        shares = [share for share in (value / total for value in values) if share]
+        return math.exp(-sum(share * math.log(share) for share in shares)) if shares else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
