@@ -113,6 +113,12 @@ class LogProbsSpec(CallSpec):
     """Log-probabilities of every class (:func:`log_probs_spec`)."""
 
     operation: ClassVar[str] = "log-probabilities"
+    extras: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The others are a reduction of the log-probabilities themselves.
+        check_extras(self.extras, EXTRAS[:1])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -165,9 +171,7 @@ class LossSpec(CallSpec):
             raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing}")
         check_nonnegative("z_loss", self.z_loss)
         super().__post_init__()
-        for name in self.extras or ():
-            if name not in EXTRAS:
-                raise ValueError(f"unknown extra {name!r}; known: {', '.join(EXTRAS)}")
+        check_extras(self.extras, EXTRAS)
 
     def beside(self, known: Collection[str]) -> list[str]:
         """The options that were set and are not among the ``known``.
@@ -186,11 +190,6 @@ def loss_spec(**options: Any) -> LossSpec:
     for name in ("label_smoothing", "z_loss"):
         if name in options:
             options[name] = number(name, options[name])
-    extras = options.get("extras")
-    if extras is not None:
-        if isinstance(extras, str) or not isinstance(extras, Sequence):
-            raise ValueError(f"extras must be a sequence of names, like ('argmax',), got {extras!r}")
-        options["extras"] = tuple(extras)
     return _interned(LossSpec, options)
 
 
@@ -209,6 +208,11 @@ def statistics_spec(**options: Any) -> StatisticsSpec:
 def _interned(kind: Callable[..., Spec], options: dict[str, Any]) -> Spec:
     if "floor" in options:
         options["floor"] = number("floor", options["floor"])
+    extras = options.get("extras")
+    if extras is not None:
+        if isinstance(extras, str) or not isinstance(extras, Sequence):
+            raise ValueError(f"extras must be a sequence of names, like ('log_normalizer',), got {extras!r}")
+        options["extras"] = tuple(extras)
     if torch.compiler.is_compiling():
         return kind(**options)
     try:
@@ -244,6 +248,13 @@ def check_nonnegative(name: str, value: float) -> None:
     """Check that an option is a finite number that is not negative."""
     if not 0.0 <= number(name, value) < float("inf"):
         raise ValueError(f"{name} must be a finite number >= 0, got {value}")
+
+
+def check_extras(names: Sequence[str] | None, known: Sequence[str]) -> None:
+    """Check that all further results that are asked for are known."""
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"unknown extra {name!r}; known: {', '.join(known)}")
 
 
 def check_index(name: str, value: int) -> None:

@@ -166,16 +166,12 @@ class MixtureLogits(LinearLogits):
         """log P + sum_k pi_k n_k; what is added to a row is a constant to the gradient."""
         # With many classes log P lies far below 0, where half precision has few digits; logits do not.
         with float32_result(self.hidden):
-            log_p = functional.mixture_log_probs(self.hidden, self.prior_logits, self.weight_Vd, **self._keywords)
-        return log_p + self._level()[..., None]
-
-    def _level(self) -> Tensor:
-        """The prior's mean of the components' log normalisers."""
-        prior_logits = self.prior_logits.detach()
-        any_class = torch.zeros(prior_logits.shape[:-1], dtype=torch.long, device=prior_logits.device)
-        with torch.no_grad():
-            _, extras = self.cross_entropy(any_class, reduction="none", extras=["log_normalizer"])
-            return (functional.probs(prior_logits, function=self.prior_function) * extras.log_normalizer).sum(-1)
+            log_p, extras = functional.mixture_log_probs(
+                self.hidden, self.prior_logits, self.weight_Vd, **self._keywords, extras=["log_normalizer"]
+            )
+        assert extras.log_normalizer is not None
+        prior = functional.probs(self.prior_logits.detach(), function=self.prior_function)
+        return log_p + (prior * extras.log_normalizer).sum(-1, keepdim=True)
 
 
 def completed(head: Head) -> Head:
