@@ -36,6 +36,7 @@ MIXED_PROBABILITY = {
     "backends/chunked/log_probs.py",
     "backends/chunked/loop.py",
     "backends/chunked/mixture.py",
+    "backends/triton/chunk_loop.py",
     "contract/normalizing.py",
     "losses/log_probs_op.py",
 }
