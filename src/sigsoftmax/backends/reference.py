@@ -117,7 +117,7 @@ def log_probs_of(problem: Problem[LogProbsSpec], operands: Operands) -> LogProbs
 
 
 def statistics_of(problem: Problem[StatisticsSpec], operands: Operands) -> tuple[Tensor, Tensor]:
-    """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes, (N, T)."""
+    """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes in those of another."""
     spec, target_N = problem.spec, None
     logits_NKV, arguments, log_prior_NK = _logits_and_prior(problem, operands)
     if operands.target is not None:

@@ -176,7 +176,7 @@ class StatisticsPath(Protocol):
     description: str
 
     def compute(self, operands: Operands) -> tuple[Tensor, Tensor]:
-        """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes, (N, T)."""
+        """All statistics of tokens in the columns of one matrix, (N, C), and likeliest classes in those of another."""
         ...
 
     def gradients(self, operands: Operands, by_groups: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

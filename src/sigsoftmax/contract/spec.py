@@ -129,23 +129,28 @@ class StatisticsSpec(CallSpec):
     ignore_index: int = -100
     temperature: float = 1.0
     entropy: bool = False
+    argmax: bool = False
     topk: int = 0
+    weight_gradient: WeightGradient = "auto"
 
     def __post_init__(self) -> None:
+        check_weight_gradient(self.weight_gradient)
         check_index("ignore_index", self.ignore_index)
         check_index("topk", self.topk)
         if self.topk < 0:
             raise ValueError(f"topk must be a number of classes, or 0 for none, got {self.topk}")
-        if not isinstance(self.entropy, bool):
-            raise ValueError(f"entropy must be True or False, got {self.entropy!r}")
+        for name in ("entropy", "argmax"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not 0.0 < self.temperature < float("inf"):
             raise ValueError(f"temperature must be a finite number greater than 0, got {self.temperature}")
         super().__post_init__()
 
     def losses(self, extras: tuple[str, ...] | None) -> LossSpec:
         """The loss of each token at a temperature of 1, minus the log-probability of its target, with extras."""
-        shared = {field.name: getattr(self, field.name) for field in fields(CallSpec)}
-        return loss_spec(**shared, ignore_index=self.ignore_index, reduction="none", extras=extras)
+        names = (*(field.name for field in fields(CallSpec)), "ignore_index", "weight_gradient")
+        shared = {name: getattr(self, name) for name in names}
+        return loss_spec(**shared, reduction="none", extras=extras)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -161,9 +166,7 @@ class LossSpec(CallSpec):
     extras: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.weight_gradient not in get_args(WeightGradient):
-            choices = ", ".join(map(repr, get_args(WeightGradient)))
-            raise ValueError(f"weight_gradient must be one of {choices}, got {self.weight_gradient!r}")
+        check_weight_gradient(self.weight_gradient)
         if self.reduction not in ("none", "mean", "sum"):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
         check_index("ignore_index", self.ignore_index)
@@ -248,6 +251,13 @@ def check_nonnegative(name: str, value: float) -> None:
     """Check that an option is a finite number that is not negative."""
     if not 0.0 <= number(name, value) < float("inf"):
         raise ValueError(f"{name} must be a finite number >= 0, got {value}")
+
+
+def check_weight_gradient(value: str) -> None:
+    """Check that it is a known way to sum the gradient of a weight."""
+    if value not in get_args(WeightGradient):
+        choices = ", ".join(map(repr, get_args(WeightGradient)))
+        raise ValueError(f"weight_gradient must be one of {choices}, got {value!r}")
 
 
 def check_extras(names: Sequence[str] | None, known: Sequence[str]) -> None:
