@@ -26,7 +26,7 @@ import gpu_logits
 import torch
 from gpu_losses import Peers
 from gpu_machine import Machine
-from gpu_mixtures import Mixture, mixture_case
+from gpu_mixtures import Mixture, decoding_step, mixture_case
 from measuring import RECORDS, Measurement, store, table
 
 Job = Callable[[], list[Measurement]]
@@ -142,6 +142,8 @@ def jobs(machine: Machine, peers: Peers, rounds: int) -> dict[str, Job]:
             ),
         )
     }
+    for few_tokens in (1, 64):
+        found[f"decoding {few_tokens}"] = partial(decoding_step, machine, (few_tokens, 4, 2048, 128_256), rounds)
     # Slabs of 512 MiB hold 8192 rows of 32,000 classes; fewer tokens would take less.
     tokens, classes = (2048, 4096, 8192, 16_384, 32_768), (32_000, 64_000, 96_000, 128_000, 256_000)
     few_rounds = rounds // 2
@@ -187,6 +189,7 @@ def smoke_jobs(machine: Machine, peers: Peers) -> dict[str, Job]:
         found[f"mixture {products}"] = partial(mixture_case, machine, small_mixture(products, mix, "<= 1.3x"), 2)
     large = large_mixture((9, 3, 8, 130), (0.001, 0.001), "<= 1.15x", "<= 1.2x torch's error", has_plain=True)
     found["mixture large"] = partial(mixture_case, machine, large, 2)
+    found["decoding"] = partial(decoding_step, machine, (2, 3, 8, 130), 2)
     return found
 
 

@@ -1,20 +1,23 @@
-"""Cases of the GPU benchmark on mixtures of components that share an output matrix.
+"""Cases of the GPU benchmark on mixtures of components that share an output matrix: training steps, and decoding.
 
 Shapes: N tokens, K components, V classes, d features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from gpu_linear import FLOOR, of_deviations, three_products
 from gpu_losses import ours_mixture, step_of, torch_mixture
 from gpu_machine import Machine, float32_products, gpu_case
-from gpu_problems import Implementation, Problem, mixture_problem, relative_errors
-from measuring import Measurement, Step
+from gpu_problems import Implementation, Problem, log_g, mixture_problem, relative_errors
+from measuring import Measurement, Products, Step
 from torch import Tensor
+from torch.nn import functional as F
+
+import sigsoftmax
 
 Shape = tuple[int, int, int, int]
 """N, K, d, V"""
@@ -77,3 +80,66 @@ def _plain(function: str, p: Problem) -> Tensor:
     assert p.weight is not None
     assert p.prior is not None
     return torch_mixture(function, p.hidden, p.prior, p.weight, p.target)
+
+
+DECODING_FLOOR = "one product of N K rows"
+DECODING_TARGET = "<= 1.2x"
+
+
+class Forward(Products):
+    """A forward pass in which nothing wants a gradient."""
+
+
+def decoding_step(machine: Machine, shape: Shape, rounds: int) -> list[Measurement]:
+    """The logits of one position for each head, from the vectors that are multiplied by the output matrix.
+
+    A single function takes a product of N rows, a mixture one of N K.
+    """
+    problem = mixture_problem(machine.device, *shape)
+    assert problem.weight is not None
+    assert problem.prior is not None
+    latent_NKd, prior_NK, weight_Vd = (t.detach() for t in (problem.hidden, problem.prior, problem.weight))
+    hidden_Nd = latent_NKd[:, 0].contiguous()
+
+    def log_probs(function: str) -> tuple[Tensor, Tensor]:
+        # The result in float32, as a patched model asks for it.
+        with torch.autocast(machine.device, weight_Vd.dtype):
+            log_p, extras = sigsoftmax.mixture_log_probs(
+                latent_NKd, prior_NK, weight_Vd, function=function, extras=["log_normalizer"]
+            )
+        assert extras.log_normalizer is not None
+        return log_p, extras.log_normalizer
+
+    def logits(function: str) -> Tensor:
+        log_p, log_normalizer = log_probs(function)
+        return log_p + (sigsoftmax.probs(prior_NK, function=function) * log_normalizer).sum(-1, keepdim=True)
+
+    def plain(function: str) -> Tensor:
+        log_f = torch.log_softmax(log_g(function, F.linear(latent_NKd, weight_Vd).float()), -1)
+        log_prior = torch.log_softmax(log_g(function, prior_NK), -1)
+        return torch.logsumexp(log_prior.unsqueeze(-1) + log_f, 1)
+
+    heads: dict[str, Callable[[], Tensor]] = {
+        DECODING_FLOOR: lambda: F.linear(latent_NKd.flatten(0, 1), weight_Vd),
+        "softmax: a product of N rows": lambda: F.linear(hidden_Nd, weight_Vd),
+        "sigsoftmax: the same, and phi": lambda: log_g("sigsoftmax", F.linear(hidden_Nd, weight_Vd).float()),
+    }
+    for name, function in (("MoS", "softmax"), ("MoSS", "sigsoftmax")):
+        heads |= {
+            f"torch {name}": lambda function=function: plain(function),
+            f"ours {name}": lambda function=function: log_probs(function)[0],
+            f"ours {name}, logits": lambda function=function: logits(function),
+        }
+    steps: dict[str, Step] = {name: Forward(run, []) for name, run in heads.items()}
+    steps |= machine.graphs(steps)
+    targets = {
+        f"ours {name} in a CUDA graph": f"{DECODING_TARGET} of {DECODING_FLOOR} in a CUDA graph"
+        for name in ("MoS", "MoSS")
+    }
+    case = gpu_case(
+        name="decoding step, bf16, N={} K={} d={} V={}".format(*shape),
+        baseline=DECODING_FLOOR,
+        implementations=steps,
+        targets=targets,
+    )
+    return machine.measured(case, rounds, has_host_times=True)

@@ -36,6 +36,7 @@ MIXED_PROBABILITY = {
     "backends/chunked/log_probs.py",
     "backends/chunked/loop.py",
     "backends/chunked/mixture.py",
+    "backends/triton/chunk_loop.py",
     "contract/normalizing.py",
     "losses/log_probs_op.py",
 }
@@ -54,6 +55,7 @@ KNOWN: dict[str, set[str]] = {
     | {"contract/statistics.py", "backends/chunked/statistics.py"},
     "reduction": PUBLIC | ARITHMETIC | LAUNCHES | {"backends/chunked/loss.py"},
     "weight_gradient": PUBLIC
+    | STATISTICS
     | LAUNCHES
     | {"backends/chunked/path.py", "backends/chunked/logits.py", "backends/chunked/vocabulary_blocks.py"},
     "chunk_bytes": PUBLIC
@@ -97,7 +99,7 @@ LONGER = {
     "losses/op.py": {"_fake_op"},
     "losses/log_probs_op.py": {"_fake_op"},
     "losses/statistics_op.py": {"_fake_op"},
-    "losses/token_statistics.py": {"mixture_token_statistics"},
+    "losses/token_statistics.py": {"linear_token_statistics", "mixture_token_statistics"},
 }
 """public signatures, and the schemas of ops"""
 

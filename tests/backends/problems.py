@@ -1,4 +1,4 @@
-"""Losses that have been specified and validated, for tests of what backends make of them."""
+"""Losses and log-probabilities that have been specified and validated, for tests of what backends make of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from typing import Any
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import Problem
 from sigsoftmax.contract.signature import signature_of
-from sigsoftmax.contract.spec import LossSpec, loss_spec, member_of
-from sigsoftmax.losses.validation import loss_problem
+from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, log_probs_spec, loss_spec, member_of
+from sigsoftmax.losses.validation import log_probs_problem, loss_problem
+
+
+def log_probs_problem_of(operands: Operands, function: str = "sigsoftmax", **options: Any) -> Problem[LogProbsSpec]:
+    """The log-probabilities of a mixture that are specified so, validated; the prior has the function of the member."""
+    member, _ = member_of(function)
+    return log_probs_problem(log_probs_spec(member=member, prior=member, **options), signature_of(operands))
 
 
 def problem_of(operands: Operands, function: str = "sigsoftmax", **options: Any) -> Problem[LossSpec]:

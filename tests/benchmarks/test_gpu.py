@@ -143,8 +143,9 @@ def assert_written(result: subprocess.CompletedProcess[str], out: Path) -> set[s
 def test_some_cases_on_a_cpu(tmp_path):
     before = (RECORDS / "gpu.jsonl").read_bytes()
     out = tmp_path / "gpu.jsonl"
-    result = run_gpu("--smoke", "--only", "beside sigsoftmax", "--only", "growth logits", "--out", str(out))
-    assert len(assert_written(result, out)) == 2
+    labels = ("beside sigsoftmax", "growth logits", "decoding")
+    result = run_gpu("--smoke", *(word for label in labels for word in ("--only", label)), "--out", str(out))
+    assert len(assert_written(result, out)) == 3
     assert (RECORDS / "gpu.jsonl").read_bytes() == before
 
 
@@ -152,7 +153,7 @@ def test_some_cases_on_a_cpu(tmp_path):
 def test_every_case_on_a_cpu(tmp_path):
     out = tmp_path / "gpu.jsonl"
     result = run_gpu("--smoke", "--out", str(out))
-    assert len(assert_written(result, out)) == 19
+    assert len(assert_written(result, out)) == 20
     assert "failed: none" in result.stdout
 
 

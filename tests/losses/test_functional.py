@@ -37,7 +37,7 @@ from torch.nn import functional as F
 import sigsoftmax
 from sigsoftmax import OutputFunction
 from sigsoftmax.backends.chunked.logits import automatic_weight_gradient
-from sigsoftmax.losses.op import Extras
+from sigsoftmax.losses.extras import Extras
 
 N, K, V, D = 7, 3, 5, 4
 ALL_EXTRAS = ("log_normalizer", "argmax", "entropy")
@@ -460,6 +460,50 @@ def test_mixture_log_probs(member: Member, floor: float, backend: str) -> None:
     assert_same(actual, expected)
     for a, e in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):
         assert_same(a, e, "gradient", tolerance=1e-9)
+
+
+@every_backend
+@pytest.mark.parametrize("wanted", [("log_normalizer",), ()], ids=str)
+@every_member
+def test_mixture_log_probs_with_log_normalizers(member: Member, wanted: tuple[str, ...], backend: str) -> None:
+    hidden, weight, prior = leaf(2, 3, K, D), leaf(V, D), leaf(2, 3, K)
+    options: dict[str, Any] = {
+        "function": member.make(V),
+        "prior_function": "softmax",
+        "chunk_bytes": 200,
+        "backend": backend,
+    }
+    actual, extras = sigsoftmax.mixture_log_probs(hidden, prior, weight, extras=wanted, **options)
+    alone = sigsoftmax.mixture_log_probs(hidden, prior, weight, **options)
+    assert isinstance(extras, Extras)
+    assert extras.argmax is extras.entropy is None
+    if wanted:
+        assert extras.log_normalizer is not None
+        assert not extras.log_normalizer.requires_grad
+        with torch.no_grad():
+            expected = torch.logsumexp(member.phi(plain_linear(hidden, weight, None)), -1)
+        assert_same(extras.log_normalizer, expected, "log_normalizer", tolerance=1e-11)
+    else:
+        assert extras.log_normalizer is None
+    assert torch.equal(actual, alone)
+    for a, e in zip(gradients(actual, [hidden, prior]), gradients(alone, [hidden, prior]), strict=True):
+        assert torch.equal(a, e)
+
+
+def test_torch_compile_keeps_mixture_log_probs_with_log_normalizers_whole() -> None:
+    hidden, weight, prior = leaf(2, 3, K, D), leaf(V, D), leaf(2, 3, K)
+
+    def call(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        log_p, extras = sigsoftmax.mixture_log_probs(
+            hidden, prior, weight, function="sigsoftmax", extras=["log_normalizer"]
+        )
+        assert extras.log_normalizer is not None
+        return log_p, extras.log_normalizer
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(hidden), call(hidden)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found[0], [hidden]), gradients(expected[0], [hidden]))
 
 
 @every_backend

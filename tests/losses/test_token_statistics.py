@@ -26,7 +26,7 @@ class Case(NamedTuple):
     target: Tensor
 
     def statistics(self, **options: Any) -> TokenStatistics:
-        leaves, options = self.leaves, {"entropy": True, "topk": 4, "chunk_bytes": SMALL} | options
+        leaves, options = self.leaves, {"entropy": True, "argmax": True, "topk": 4, "chunk_bytes": SMALL} | options
         options |= {"function": self.function, "linear_bias": leaves["bias"]}
         target = options.pop("target", self.target)
         if "prior" in leaves:
@@ -75,7 +75,8 @@ def plain(case: Case, *, temperature: float = 1.0, floor: float = 0.0, topk: int
     kept = case.target != -100
     at_target = log_p.gather(-1, case.target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
-    return TokenStatistics(torch.where(kept, at_target, 0.0), entropy, torch.logsumexp(phi, -1), *log_p.topk(topk))
+    largest, argmax = log_p.topk(topk), log_p.argmax(-1)
+    return TokenStatistics(torch.where(kept, at_target, 0.0), entropy, torch.logsumexp(phi, -1), *largest, argmax)
 
 
 def weighted_sum(statistics: TokenStatistics, names: tuple[str, ...] = TokenStatistics._fields[:4]) -> Tensor:
@@ -125,6 +126,7 @@ def test_statistics_that_a_loss_computes_too(
     got, expected = case.statistics(backend=backend, topk=0), plain(case)
     assert got.topk_log_probs is got.topk_indices is None
     torch.testing.assert_close(got[:3], expected[:3], rtol=1e-10, atol=1e-10)
+    assert torch.equal(got.argmax, expected.argmax)
     wanted = gradients_of(case, weighted_sum(expected, names))
     torch.testing.assert_close(gradients_of(case, weighted_sum(got, names)), wanted, rtol=1e-9, atol=1e-9)
 
@@ -173,7 +175,7 @@ def test_more_likeliest_classes_than_are_not_masked() -> None:
 def test_what_is_not_asked_for_is_none_and_shapes_are_the_leading_ones() -> None:
     hidden, weight = torch.randn(2, 3, WIDTH), torch.randn(CLASSES, WIDTH)
     got = sigsoftmax.linear_token_statistics(hidden, weight, function="sigsoftmax")
-    assert got.log_probs is got.entropy is got.topk_log_probs is got.topk_indices is None
+    assert got.log_probs is got.entropy is got.topk_log_probs is got.topk_indices is got.argmax is None
     assert got.log_normalizer.shape == (2, 3)
     got = sigsoftmax.linear_token_statistics(hidden, weight, function="sigsoftmax", topk=2, entropy=True)
     assert got.entropy is not None
@@ -265,6 +267,31 @@ def test_low_precision_has_results_in_float32(dtype: torch.dtype, topk: int) -> 
         assert (gradient.double() - expected[name]).norm() < tolerance * expected[name].norm(), name
 
 
+@pytest.mark.parametrize("names", [("log_probs",), ("log_probs", "entropy")])
+def test_the_gradient_of_a_weight_of_low_precision_is_summed_as_asked_for(names: tuple[str, ...]) -> None:
+    classes, tokens = 40, 96
+    hidden, weight = torch.randn(tokens, WIDTH).bfloat16(), torch.randn(classes, WIDTH).bfloat16()
+    target = torch.randint(classes, (tokens,))
+
+    def gradient(dtype: torch.dtype, weight_gradient: Any) -> Tensor:
+        leaf = weight.to(dtype).requires_grad_()
+        got = sigsoftmax.linear_token_statistics(
+            *(hidden.to(dtype), leaf, target),
+            function="softmax",
+            entropy=True,
+            chunk_bytes=2 * classes,
+            weight_gradient=weight_gradient,
+        )
+        way = "in place" if dtype == torch.float64 else "fast" if weight_gradient == "fast" else "buffered"
+        assert f"token statistics, 96 chunks of 1 tokens (0.0 MiB), weight gradient {way}" in str(sigsoftmax.explain())
+        total = torch.stack([getattr(got, name).double().sum() for name in names]).sum()
+        return torch.autograd.grad(total, leaf)[0].double()
+
+    exact = gradient(torch.float64, "fast")
+    fast, *others = ((gradient(torch.bfloat16, way) - exact).norm() for way in ("fast", "buffered", "exact", "auto"))
+    assert all(error < 0.7 * fast for error in others)
+
+
 def test_a_peaked_distribution_has_a_small_entropy_with_the_right_gradient() -> None:
     # Near an entropy of 0 terms of size 1 would cancel.
     hidden = torch.tensor([[18.0, 0.0]], requires_grad=True)
@@ -319,6 +346,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"topk": 1.5}, "topk must be a whole number, got 1.5"),
     ({"topk": True}, "topk must be a whole number, got True"),
     ({"entropy": 1}, "entropy must be True or False, got 1"),
+    ({"argmax": None}, "argmax must be True or False, got None"),
+    ({"weight_gradient": "slow"}, "weight_gradient must be one of 'auto', 'fast', 'buffered', 'exact', got 'slow'"),
     ({"temperature": 0.0}, "temperature must be a finite number greater than 0, got 0.0"),
     ({"temperature": "hot"}, "temperature must be a number"),
     ({"target": torch.zeros(TOKENS, 1).long()}, r"one class index per token, shape \(13,\), got \(13, 1\)"),

@@ -212,6 +212,10 @@ def test_options_out_of_their_range(call: Call) -> None:
     refuses(call, "unknown output function 'sofmax' (did you mean 'softmax'?); the known ones are", function="sofmax")
 
 
+def test_log_probabilities_know_the_log_normalizer_alone() -> None:
+    refuses(mixture_log_probs, "unknown extra 'argmax'; known: log_normalizer", extras=("log_normalizer", "argmax"))
+
+
 @every_loss
 @pytest.mark.parametrize("name", ["label_smoothing", "z_loss"])
 def test_what_only_reads_as_a_number_is_none(call: Call, name: str) -> None:
@@ -230,7 +234,7 @@ def test_an_ignored_index_has_64_bits(call: Call) -> None:
 
 @every_loss
 def test_extras_given_as_one_name_are_not_taken_for_letters(call: Call) -> None:
-    refuses(call, "extras must be a sequence of names, like ('argmax',), got 'argmax'", extras="argmax")
+    refuses(call, "extras must be a sequence of names, like ('log_normalizer',), got 'argmax'", extras="argmax")
 
 
 @pytest.mark.parametrize("call", [linear, mixture], ids=lambda call: call.__name__)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.contract.normalizing import Rows, gradient_dtype, log_probs, logsumexp_of_masks, mixture_log_probs, rows
+from sigsoftmax.contract.normalizing import Rows, gradient_dtype, log_probs, logsumexp_of_masks, rows
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import Problem
+from sigsoftmax.contract.problem import LogProbsResults, Problem
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
 from sigsoftmax.contract.statistics import StatisticsArithmetic
 from sigsoftmax.contract.tokens import floored, scaled, token_scales, z_losses
@@ -108,19 +108,16 @@ def loss(problem: Problem[LossSpec], operands: Operands) -> LossValues:
     return LossValues(total.to(problem.dtype), tokens)
 
 
-def log_probs_of(problem: Problem[LogProbsSpec], operands: Operands) -> Tensor:
-    """Log-probabilities of every class, in the leading dimensions and the classes."""
+def log_probs_of(problem: Problem[LogProbsSpec], operands: Operands) -> LogProbsResults:
+    """Log-probabilities of every class, and the log normalisers of the components."""
     logits_NKV, arguments, log_prior_NK = _logits_and_prior(problem, operands)
-    form = problem.spec.member.form
-    if log_prior_NK is None:
-        log_p = log_probs(logits_NKV.squeeze(1), form, arguments)
-    else:
-        log_p = mixture_log_probs(logits_NKV, log_prior_NK, form, arguments, problem.spec.floor)
-    return log_p.to(problem.dtype).view(*problem.leading, problem.num_classes)
+    parts = rows(logits_NKV, problem.spec.member.form, arguments)
+    log_p_NV = _mixed(parts, log_prior_NK, problem.spec.floor)
+    return LogProbsResults(log_p_NV.to(problem.dtype), parts.log_normalizer.detach())
 
 
 def statistics_of(problem: Problem[StatisticsSpec], operands: Operands) -> tuple[Tensor, Tensor]:
-    """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes, (N, T)."""
+    """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes in those of another."""
     spec, target_N = problem.spec, None
     logits_NKV, arguments, log_prior_NK = _logits_and_prior(problem, operands)
     if operands.target is not None:

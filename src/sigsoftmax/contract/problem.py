@@ -150,14 +150,20 @@ class LossPath(Protocol):
         ...
 
 
+class LogProbsResults(NamedTuple):
+    """Log-probabilities of every class, and what the same pass over the logits tells besides."""
+
+    log_probs_NV: Tensor
+    log_normalizer_NK: Tensor | None
+    """log sum_j g(z_j) of every component, if it is asked for; it has no gradient"""
+
+
 class LogProbsPath(Protocol):
     """One way to compute log-probabilities. It holds no tensors."""
 
     description: str
 
-    def compute(self, operands: Operands) -> Tensor:
-        """(N, V)"""
-        ...
+    def compute(self, operands: Operands) -> LogProbsResults: ...
 
     def gradients(self, operands: Operands, by_log_p_NV: Tensor) -> Sequence[Tensor | None]:
         """Gradients in the order of ``Operands.differentiable``; None where it is not wanted."""
@@ -170,7 +176,7 @@ class StatisticsPath(Protocol):
     description: str
 
     def compute(self, operands: Operands) -> tuple[Tensor, Tensor]:
-        """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes, (N, T)."""
+        """All statistics of tokens in the columns of one matrix, (N, C), and likeliest classes in those of another."""
         ...
 
     def gradients(self, operands: Operands, by_groups: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -113,6 +113,12 @@ class LogProbsSpec(CallSpec):
     """Log-probabilities of every class (:func:`log_probs_spec`)."""
 
     operation: ClassVar[str] = "log-probabilities"
+    extras: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The others are a reduction of the log-probabilities themselves.
+        check_extras(self.extras, EXTRAS[:1])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,23 +129,28 @@ class StatisticsSpec(CallSpec):
     ignore_index: int = -100
     temperature: float = 1.0
     entropy: bool = False
+    argmax: bool = False
     topk: int = 0
+    weight_gradient: WeightGradient = "auto"
 
     def __post_init__(self) -> None:
+        check_weight_gradient(self.weight_gradient)
         check_index("ignore_index", self.ignore_index)
         check_index("topk", self.topk)
         if self.topk < 0:
             raise ValueError(f"topk must be a number of classes, or 0 for none, got {self.topk}")
-        if not isinstance(self.entropy, bool):
-            raise ValueError(f"entropy must be True or False, got {self.entropy!r}")
+        for name in ("entropy", "argmax"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not 0.0 < self.temperature < float("inf"):
             raise ValueError(f"temperature must be a finite number greater than 0, got {self.temperature}")
         super().__post_init__()
 
     def losses(self, extras: tuple[str, ...] | None) -> LossSpec:
         """The loss of each token at a temperature of 1, minus the log-probability of its target, with extras."""
-        shared = {field.name: getattr(self, field.name) for field in fields(CallSpec)}
-        return loss_spec(**shared, ignore_index=self.ignore_index, reduction="none", extras=extras)
+        names = (*(field.name for field in fields(CallSpec)), "ignore_index", "weight_gradient")
+        shared = {name: getattr(self, name) for name in names}
+        return loss_spec(**shared, reduction="none", extras=extras)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -155,9 +166,7 @@ class LossSpec(CallSpec):
     extras: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.weight_gradient not in get_args(WeightGradient):
-            choices = ", ".join(map(repr, get_args(WeightGradient)))
-            raise ValueError(f"weight_gradient must be one of {choices}, got {self.weight_gradient!r}")
+        check_weight_gradient(self.weight_gradient)
         if self.reduction not in ("none", "mean", "sum"):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
         check_index("ignore_index", self.ignore_index)
@@ -165,9 +174,7 @@ class LossSpec(CallSpec):
             raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing}")
         check_nonnegative("z_loss", self.z_loss)
         super().__post_init__()
-        for name in self.extras or ():
-            if name not in EXTRAS:
-                raise ValueError(f"unknown extra {name!r}; known: {', '.join(EXTRAS)}")
+        check_extras(self.extras, EXTRAS)
 
     def beside(self, known: Collection[str]) -> list[str]:
         """The options that were set and are not among the ``known``.
@@ -186,11 +193,6 @@ def loss_spec(**options: Any) -> LossSpec:
     for name in ("label_smoothing", "z_loss"):
         if name in options:
             options[name] = number(name, options[name])
-    extras = options.get("extras")
-    if extras is not None:
-        if isinstance(extras, str) or not isinstance(extras, Sequence):
-            raise ValueError(f"extras must be a sequence of names, like ('argmax',), got {extras!r}")
-        options["extras"] = tuple(extras)
     return _interned(LossSpec, options)
 
 
@@ -209,6 +211,11 @@ def statistics_spec(**options: Any) -> StatisticsSpec:
 def _interned(kind: Callable[..., Spec], options: dict[str, Any]) -> Spec:
     if "floor" in options:
         options["floor"] = number("floor", options["floor"])
+    extras = options.get("extras")
+    if extras is not None:
+        if isinstance(extras, str) or not isinstance(extras, Sequence):
+            raise ValueError(f"extras must be a sequence of names, like ('log_normalizer',), got {extras!r}")
+        options["extras"] = tuple(extras)
     if torch.compiler.is_compiling():
         return kind(**options)
     try:
@@ -252,6 +259,20 @@ def check_nonnegative(name: str, value: float) -> None:
     """Check that an option is a finite number that is not negative."""
     if not 0.0 <= number(name, value) < float("inf"):
         raise ValueError(f"{name} must be a finite number >= 0, got {value}")
+
+
+def check_weight_gradient(value: str) -> None:
+    """Check that it is a known way to sum the gradient of a weight."""
+    if value not in get_args(WeightGradient):
+        choices = ", ".join(map(repr, get_args(WeightGradient)))
+        raise ValueError(f"weight_gradient must be one of {choices}, got {value!r}")
+
+
+def check_extras(names: Sequence[str] | None, known: Sequence[str]) -> None:
+    """Check that all further results that are asked for are known."""
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"unknown extra {name!r}; known: {', '.join(known)}")
 
 
 def check_index(name: str, value: int) -> None:

@@ -2,7 +2,8 @@
 
 All statistics of a token are columns of one matrix, so that an operation has one differentiable result: the
 log-probability of the target, the entropy, the log normaliser of each component, and the log-probabilities of the
-likeliest classes. Those that are not asked for have no column.
+likeliest classes. Those that are not asked for have no column. Classes are the columns of another matrix: the likeliest
+one, and the likeliest ``topk``.
 
 With log p of every class and a temperature T, the distribution is q = p^(1/T) / sum p^(1/T). The derivatives are
 
@@ -10,7 +11,7 @@ With log p of every class and a temperature T, the distribution is q = p^(1/T) /
 
 for normalised q: a multiple of q itself may be added to the first, since it leads nowhere.
 
-Shapes: n tokens of a block, K components, V classes, T likeliest classes, C columns.
+Shapes: n tokens of a block, K components, V classes, T likeliest classes, C columns of numbers, I of classes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class TokenStatistics(NamedTuple):
     """log-probabilities of the likeliest classes, largest first, (..., topk)"""
     topk_indices: Tensor | None
     """the likeliest classes, (..., topk)"""
+    argmax: Tensor | None = None
+    """the likeliest class"""
 
 
 GROUPS = 4
@@ -62,6 +65,7 @@ class StatisticsArithmetic:
         self.spec, self.components = spec, components
         self.widths = (int(has_target), int(spec.entropy), components, spec.topk)
         self.columns = sum(self.widths)
+        self.index_columns = int(spec.argmax) + spec.topk
 
     def groups(self, values_NC: Tensor) -> tuple[Tensor, ...]:
         """The columns of each group; a group that is not asked for has none."""
@@ -79,7 +83,7 @@ class StatisticsArithmetic:
         )
 
     def of_block(self, log_p_nV: Tensor, log_normalizer_nK: Tensor, target_n: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Statistics as columns, (n, C), and the likeliest classes, (n, T)."""
+        """Statistics as columns, (n, C), and the likeliest classes, (n, I)."""
         log_q_nV = self._tempered(log_p_nV)
         columns = []
         if target_n is not None:
@@ -89,6 +93,8 @@ class StatisticsArithmetic:
         if self.spec.entropy:
             columns.append(entropy(log_q_nV).unsqueeze(-1))
         largest_nT, indices_nT = log_q_nV.topk(self.spec.topk, -1)
+        if self.spec.argmax:
+            indices_nT = torch.cat([log_p_nV.argmax(-1, keepdim=True), indices_nT], -1)
         return torch.cat([*columns, log_normalizer_nK, largest_nT], -1), indices_nT
 
     def gradient(self, log_p_nV: Tensor, target_n: Tensor | None, by_statistics_nC: Tensor) -> LogProbsGradient:

@@ -36,8 +36,9 @@ from sigsoftmax.distributed.classes import ClassShards, LocalHead, own_head, own
 from sigsoftmax.distributed.exchange import sum_gradients
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.losses.extras import Extras
 from sigsoftmax.losses.functional import LinearLossKwargs, MixtureLossKwargs
-from sigsoftmax.losses.op import Extras, loss
+from sigsoftmax.losses.op import loss
 from sigsoftmax.losses.validation import check_floating, check_prior, check_product, check_tensor
 
 

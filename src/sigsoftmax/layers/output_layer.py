@@ -21,7 +21,7 @@ from sigsoftmax.contract.signature import is_dtensor
 from sigsoftmax.contract.spec import Function, Reduction
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.losses import functional
-from sigsoftmax.losses.op import Extras
+from sigsoftmax.losses.extras import Extras
 
 Device = torch.device | str | int | None
 

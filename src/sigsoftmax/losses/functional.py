@@ -9,7 +9,7 @@ Shapes: N tokens (the product of all leading dimensions), K components, V classe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict, Unpack, overload
+from typing import TypedDict, Unpack, cast, overload
 
 from torch import Tensor
 
@@ -25,7 +25,8 @@ from sigsoftmax.contract.spec import (
     prior_of,
 )
 from sigsoftmax.losses import log_probs_op
-from sigsoftmax.losses.op import Extras, loss
+from sigsoftmax.losses.extras import Extras
+from sigsoftmax.losses.op import loss
 from sigsoftmax.losses.validation import check_classes, check_dim, check_floating, check_tensor
 
 
@@ -62,8 +63,36 @@ def log_probs(input: Tensor, dim: int = -1, *, function: Function = "sigsoftmax"
         return log_probs(input.unsqueeze(0), function=function, backend=backend).squeeze(0)
     member, arguments = member_of(function)
     spec = log_probs_spec(member=member, backend=backend)
-    out = log_probs_op.log_probs(spec, Operands(input.movedim(dim, -1), arguments=arguments))
+    out = cast("Tensor", log_probs_op.log_probs(spec, Operands(input.movedim(dim, -1), arguments=arguments)))
     return out.movedim(-1, dim)
+
+
+class MixtureKwargs(TypedDict, total=False):
+    """The keywords that a mixture has beside its tensors."""
+
+    function: Function
+    prior_function: Function | None
+    linear_bias: Tensor | None
+    floor: float
+    chunk_bytes: int | None
+    backend: str | None
+
+
+@overload
+def mixture_log_probs(
+    input: Tensor, prior_logits: Tensor, linear_weight: Tensor, *, extras: None = ..., **options: Unpack[MixtureKwargs]
+) -> Tensor: ...
+
+
+@overload
+def mixture_log_probs(
+    input: Tensor,
+    prior_logits: Tensor,
+    linear_weight: Tensor,
+    *,
+    extras: Sequence[str],
+    **options: Unpack[MixtureKwargs],
+) -> tuple[Tensor, Extras]: ...
 
 
 def mixture_log_probs(
@@ -77,17 +106,21 @@ def mixture_log_probs(
     floor: float = 0.0,
     chunk_bytes: int | None = None,
     backend: str | None = None,
-) -> Tensor:
+    extras: Sequence[str] | None = None,
+) -> Tensor | tuple[Tensor, Extras]:
     """Log-probabilities of a mixture of K output functions that share one output matrix, (..., V).
 
     ``input`` is (..., K, d), one hidden vector per component, ``prior_logits`` (..., K). The mixture is exact in log
     space, in the dtype of ``input`` (under autocast float32); ``floor`` adds a constant to every probability, as the
     published MoS code does with 1e-8 (the result is then not normalised). ``prior_function`` None means ``function`` if
-    that has no parameters, else softmax.
+    that has no parameters, else softmax. ``extras=["log_normalizer"]`` returns ``(log_probs, Extras)`` with the log
+    normaliser of each component, (..., K), from the same pass over the logits.
     """
     member, arguments = member_of(function)
     prior, prior_arguments = member_of(prior_of(function, prior_function))
-    spec = log_probs_spec(member=member, prior=prior, floor=floor, chunk_bytes=chunk_bytes, backend=backend)
+    spec = log_probs_spec(
+        member=member, prior=prior, floor=floor, chunk_bytes=chunk_bytes, backend=backend, extras=extras
+    )
     operands = Operands(
         input, linear_weight, linear_bias, prior_logits, arguments=arguments, prior_arguments=prior_arguments
     )

@@ -90,9 +90,9 @@ def plain_result(lowered: Lowered, operands: Operands) -> Tensor:
     problem = lowered.problem
     refused = {lowered.decision.backend: "its gradients cannot be differentiated again"}
     told(Decision(REFERENCE, "create_graph=True", PLAIN_AUTOGRAD, refused))
-    return (
-        plain_loss(problem, operands).loss if isinstance(problem.spec, LossSpec) else plain_log_probs(problem, operands)
-    )
+    if isinstance(problem.spec, LossSpec):
+        return plain_loss(problem, operands).loss
+    return plain_log_probs(problem, operands).log_probs_NV
 
 
 def _decide(spec: CallSpec, signature: Signature) -> Lowered:

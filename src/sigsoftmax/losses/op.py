@@ -8,7 +8,7 @@ a sum are computed with the loss; those of losses that are not reduced are compu
 # No postponed annotations here: torch.library reads the schema from them.
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import LossResults, Problem, dtypes_of
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.signature import is_recording, signature_inside_op, signature_of
-from sigsoftmax.contract.spec import EXTRAS, LossSpec, loss_spec
+from sigsoftmax.contract.spec import LossSpec, loss_spec
 from sigsoftmax.contract.tokens import entropy
+from sigsoftmax.losses.extras import Extras, named_extras
 from sigsoftmax.losses.gradients import (
     Gradients,
     RecomputingFunction,
@@ -37,15 +38,6 @@ from sigsoftmax.losses.packing import (
     unpacked_gradients,
 )
 from sigsoftmax.losses.validation import loss_problem
-
-
-class Extras(NamedTuple):
-    """Further results of a loss, detached, in the shape of the targets; None where one was not asked for."""
-
-    log_normalizer: Optional[Tensor] = None
-    """log sum_j g(z_j); for a mixture one per component, (..., K)"""
-    argmax: Optional[Tensor] = None
-    entropy: Optional[Tensor] = None
 
 
 def loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tensor, Extras]]:
@@ -73,7 +65,7 @@ def loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tensor, Extr
         total, _, *extras = torch_internals.apply_eagerly(
             StoringFunction, lowered, len(operands.arguments), operands.shard, *operands.flat
         )
-    return total if spec.extras is None else (total, _extras(problem, extras))
+    return total if spec.extras is None else (total, named_extras(problem, extras))
 
 
 def _compute(lowered: Lowered, operands: Operands) -> tuple[Any, ...]:
@@ -87,17 +79,6 @@ def _gradients(lowered: Lowered, operands: Operands, by_losses: Tensor) -> Gradi
     return lowered.path.compute(operands, by_losses).gradients
 
 
-def _extras(problem: Problem[LossSpec], values: Sequence[Optional[Tensor]]) -> Extras:
-    shapes = ((*problem.leading, problem.components) if problem.spec.prior else problem.leading, problem.leading)
-    wanted = problem.spec.extras or ()
-    return Extras(
-        *(
-            value.detach().view(shapes[name != "log_normalizer"]) if name in wanted and value is not None else None
-            for name, value in zip(EXTRAS, values, strict=True)
-        )
-    )
-
-
 def _reference_loss(problem: Problem[LossSpec], operands: Operands) -> Union[Tensor, tuple[Tensor, Extras]]:
     if not is_recording() and not torch_internals.is_wrapped(operands.target):
         value_checks.check_target(problem.target(operands), problem.num_classes, problem.spec.ignore_index)
@@ -108,7 +89,7 @@ def _reference_loss(problem: Problem[LossSpec], operands: Operands) -> Union[Ten
         return values.loss
     log_p = values.tokens.log_probs_NV
     extras = [values.tokens.log_normalizer_NK, log_p.argmax(-1), entropy(log_p)]
-    return values.loss, _extras(problem, extras)
+    return values.loss, named_extras(problem, extras)
 
 
 # The op
@@ -218,4 +199,4 @@ def _traced_loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tens
     total, _, *results = _loss_op.op(*_loss_op.pack(spec, operands, problem.signature, backend))
     if spec.extras is None:
         return total
-    return total, _extras(problem, results[:3])
+    return total, named_extras(problem, results[:3])

@@ -39,23 +39,23 @@ def statistics(spec: StatisticsSpec, operands: Operands) -> TokenStatistics:
     if lowered.path is None:
         if operands.target is not None and not torch_internals.is_wrapped(operands.target):
             value_checks.check_target(problem.target(operands), problem.num_classes, spec.ignore_index)
-        values_NC, indices_NT = plain_statistics(problem, operands)
-        return _named(problem, _arithmetic(problem).groups(values_NC), indices_NT)
+        values_NC, indices_NI = plain_statistics(problem, operands)
+        return _named(problem, _arithmetic(problem).groups(values_NC), indices_NI)
     if problem.wanted.any:
         # Each group is a result of its own, so that it is known which of them a loss depends on.
-        *groups, indices_NT = torch_internals.apply_eagerly(
+        *groups, indices_NI = torch_internals.apply_eagerly(
             *(RecomputingFunction, _compute, _gradients, GROUPS, lowered, len(operands.arguments), None),
             *operands.flat,
         )
     else:
-        *groups, indices_NT = _compute(lowered, operands)
-    return _named(problem, groups, indices_NT)
+        *groups, indices_NI = _compute(lowered, operands)
+    return _named(problem, groups, indices_NI)
 
 
 def _compute(lowered: Lowered, operands: Operands) -> tuple[Tensor, ...]:
-    values_NC, indices_NT = lowered.path.compute(operands)
+    values_NC, indices_NI = lowered.path.compute(operands)
     # Not views of one tensor, which could not be changed in place.
-    return *(group.clone() for group in _arithmetic(lowered.problem).groups(values_NC)), indices_NT
+    return *(group.clone() for group in _arithmetic(lowered.problem).groups(values_NC)), indices_NI
 
 
 def _gradients(lowered: Lowered, operands: Operands, *by_groups: Optional[Tensor]) -> Gradients:
@@ -71,7 +71,7 @@ def _arithmetic(problem: Problem[StatisticsSpec]) -> StatisticsArithmetic:
     return StatisticsArithmetic(problem.spec, problem.components, has_target=has_target)
 
 
-def _named(problem: Problem[StatisticsSpec], groups: Sequence[Tensor], indices_NT: Tensor) -> TokenStatistics:
+def _named(problem: Problem[StatisticsSpec], groups: Sequence[Tensor], indices_NI: Tensor) -> TokenStatistics:
     """Groups of columns by their names and in the leading dimensions."""
     spec, leading = problem.spec, problem.leading
     has_target = problem.signature.operands.target is not None
@@ -81,7 +81,8 @@ def _named(problem: Problem[StatisticsSpec], groups: Sequence[Tensor], indices_N
         entropy_N1.reshape(leading) if spec.entropy else None,
         normalizer_NK.reshape(leading if spec.prior is None else (*leading, problem.components)),
         largest_NT.reshape(*leading, spec.topk) if spec.topk else None,
-        indices_NT.view(*leading, spec.topk) if spec.topk else None,
+        indices_NI[:, int(spec.argmax) :].reshape(*leading, spec.topk) if spec.topk else None,
+        indices_NI[:, 0].reshape(leading) if spec.argmax else None,
     )
 
 
@@ -94,13 +95,14 @@ def _compute_op(input: Tensor, *packed: Any) -> tuple[Tensor, ...]:
     lowered = lower(spec, signature_inside_op(operands, wanted, autocast))
     gradients: Gradients = [None] * len(wanted.flat)
     if by_statistics_NC is None:
-        values_NC, indices_NT = lowered.path.compute(operands)
+        values_NC, indices_NI = lowered.path.compute(operands)
     else:
-        values_NC = input.new_empty(0, lowered.path.arithmetic.columns, dtype=lowered.problem.compute_dtype)
-        indices_NT = input.new_empty(0, spec.topk, dtype=torch.int64)
-        gradients = lowered.path.gradients(operands, lowered.path.arithmetic.groups(by_statistics_NC))
+        arithmetic = lowered.path.arithmetic
+        values_NC = input.new_empty(0, arithmetic.columns, dtype=lowered.problem.compute_dtype)
+        indices_NI = input.new_empty(0, arithmetic.index_columns, dtype=torch.int64)
+        gradients = lowered.path.gradients(operands, arithmetic.groups(by_statistics_NC))
     numbers = input.new_empty(0, dtype=torch.float64)
-    return values_NC, indices_NT, *packed_gradients(gradients, operands, numbers)
+    return values_NC, indices_NI, *packed_gradients(gradients, operands, numbers)
 
 
 def _fake_op(
@@ -121,7 +123,9 @@ def _fake_op(
     ignore_index: int,
     temperature: float,
     entropy: bool,
+    argmax: bool,
     topk: int,
+    weight_gradient: str,
     floor: float,
     chunk_bytes: Optional[int],
     backend: Optional[str],
@@ -138,7 +142,7 @@ def _fake_op(
     needed = [by_output is not None and flag for flag in wanted]
     return (  # type: ignore[return-value]
         input.new_empty(tokens, columns, dtype=compute_dtype(product_dtype)),
-        input.new_empty(tokens, topk, dtype=torch.int64),
+        input.new_empty(tokens, int(argmax) + topk, dtype=torch.int64),
         *fake_gradients(operands, needed, input.new_empty(0, dtype=torch.float64)),
     )
 

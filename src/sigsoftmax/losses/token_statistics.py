@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.spec import Function, member_of, prior_of, statistics_spec
+from sigsoftmax.contract.spec import Function, WeightGradient, member_of, prior_of, statistics_spec
 from sigsoftmax.contract.statistics import TokenStatistics
 from sigsoftmax.losses import statistics_op
 
@@ -24,7 +24,9 @@ def linear_token_statistics(
     temperature: float = 1.0,
     entropy: bool = False,
     topk: int = 0,
+    argmax: bool = False,
     chunk_bytes: int | None = None,
+    weight_gradient: WeightGradient = "auto",
     backend: str | None = None,
 ) -> TokenStatistics:
     """Log-probabilities of targets, entropies and the likeliest classes, without ever holding the N x V logits.
@@ -36,7 +38,10 @@ def linear_token_statistics(
 
     ``log_probs`` is 0 for a target of ``ignore_index`` and None without targets; the other statistics do not depend on
     the target. ``temperature`` divides log g before it is normalised, as a sampler does. ``topk`` asks for that many
-    classes, largest first; the gradient goes to the classes that were chosen.
+    classes, largest first; the gradient goes to the classes that were chosen. ``argmax`` asks for the likeliest class
+    alone, which costs less. ``weight_gradient`` is that of :func:`linear_cross_entropy` where the log-probabilities of
+    targets alone have a gradient; any other gradient of a weight of low precision is summed in a float32 buffer, unless
+    it is ``fast``.
     """
     member, arguments = member_of(function)
     spec = statistics_spec(
@@ -45,7 +50,9 @@ def linear_token_statistics(
         temperature=temperature,
         entropy=entropy,
         topk=topk,
+        argmax=argmax,
         chunk_bytes=chunk_bytes,
+        weight_gradient=weight_gradient,
         backend=backend,
     )
     return statistics_op.statistics(
@@ -67,7 +74,9 @@ def mixture_token_statistics(
     temperature: float = 1.0,
     entropy: bool = False,
     topk: int = 0,
+    argmax: bool = False,
     chunk_bytes: int | None = None,
+    weight_gradient: WeightGradient = "auto",
     backend: str | None = None,
 ) -> TokenStatistics:
     """Statistics of the tokens of a mixture, as :func:`linear_token_statistics`; see :func:`mixture_log_probs`.
@@ -85,7 +94,9 @@ def mixture_token_statistics(
         temperature=temperature,
         entropy=entropy,
         topk=topk,
+        argmax=argmax,
         chunk_bytes=chunk_bytes,
+        weight_gradient=weight_gradient,
         backend=backend,
     )
     operands = Operands(

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.backends.problems import problem_of
+from tests.backends.problems import log_probs_problem_of, problem_of
 from torch import Tensor
 
 from sigsoftmax import OutputFunction
@@ -294,6 +294,46 @@ def test_the_kernels_of_a_mixture_over_few_tokens(launches: list[Launch], tmp_pa
     assert names == ["softmax_logits_kernel", "fused_mixture_kernel", "softmax_logits_kernel"] * 2
     for launch in launches:
         assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
+
+
+LOG_PROBS = {
+    "one token": {"function": "sigsoftmax", "tokens": 1},
+    "softmax": {"function": "softmax", "tokens": 64},
+    "many components": {"function": "sigsoftmax", "tokens": 1, "components": 256},
+    "floor": {"function": "gss(k=0.2)", "tokens": 64, "floor": 1e-8},
+    "float32": {"function": "sigsoftmax", "tokens": 64, "dtype": torch.float32},
+    "relu": {"function": "relu", "tokens": 1},
+    "softcap": {"function": "softcap", "tokens": 1, "components": 15},
+}
+
+
+@pytest.mark.parametrize("case", LOG_PROBS.values(), ids=LOG_PROBS)
+def test_the_kernels_of_a_mixtures_log_probabilities(
+    case: dict[str, Any], launches: list[Launch], tmp_path: Path
+) -> None:
+    from sigsoftmax.backends.triton.chunk_loop import MixtureLogProbs, why_log_probs_refused
+
+    tokens, components, features = case["tokens"], case.get("components", 4), 8
+    dtype = case.get("dtype", torch.bfloat16)
+    operands = Operands(
+        input=without_data(tokens, components, features, dtype=dtype),
+        weight=without_data(V, features, dtype=dtype),
+        prior_logits=without_data(tokens, components),
+    )
+    problem = log_probs_problem_of(
+        operands, case["function"], floor=case.get("floor", 0.0), extras=("log_normalizer",), chunk_bytes=2**30
+    )
+    assert why_log_probs_refused(problem) is None
+    MixtureLogProbs(problem).compute(operands)
+    prior, rows, mix = launches
+    assert prior.kernel.__name__ == "log_prior_kernel"
+    assert rows.kernel.__name__ in ("softmax_logits_kernel", "form_logits_kernel")
+    assert mix.kernel.__name__ == "mixture_log_probs_kernel"
+    # A single token is four rows, of which each is reduced by several programs.
+    assert mix.values["PARTS"] == (8 if tokens * components < 8 else 4 if tokens * components < 32 else 1)
+    for launch in launches:
+        assert spilled_bytes(compiled(launch), tmp_path) <= MOST_SPILLED
+    assert max(load_widths(compiled(mix))) == 16
 
 
 @pytest.mark.parametrize("function", ["sigsoftmax", "gss(k=0.2)", "relu"])

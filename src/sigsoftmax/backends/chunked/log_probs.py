@@ -17,7 +17,7 @@ from sigsoftmax.backends.chunked.logits import LogitsProvider
 from sigsoftmax.backends.chunked.mixture import MixtureBlock
 from sigsoftmax.backends.chunked.path import ChunkedPath, Prior, Spec
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import Problem
+from sigsoftmax.contract.problem import LogProbsResults, Problem
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.spec import LogProbsSpec
 from sigsoftmax.contract.statistics import LogProbsGradient
@@ -113,14 +113,26 @@ class ChunkedLogProbs(EveryClassPath[LogProbsSpec]):
 
     def __init__(self, problem: Problem[LogProbsSpec]) -> None:
         super().__init__(problem, ROWS)
+        self.refused: dict[str, str] = {}
+        """faster paths, and why they were refused"""
 
-    def compute(self, operands: Operands) -> Tensor:
-        problem = self.problem
-        shape = (problem.num_tokens, problem.num_classes)
-        out_NV = torch.empty(shape, dtype=problem.dtype, device=problem.device)
+    def compute(self, operands: Operands) -> LogProbsResults:
+        results = self.empty_results()
         for tokens, block in self.log_probs_of_blocks(operands):
-            out_NV[tokens] = block.log_p_nV
-        return out_NV
+            results.log_probs_NV[tokens] = block.log_p_nV
+            if results.log_normalizer_NK is not None:
+                results.log_normalizer_NK[tokens] = block.log_normalizer_nK
+        return results
+
+    def empty_results(self) -> LogProbsResults:
+        """Memory for the results."""
+        problem, tokens = self.problem, self.problem.num_tokens
+        log_normalizer_NK = None
+        if problem.spec.extras:
+            shape = (tokens, problem.components)
+            log_normalizer_NK = torch.empty(shape, dtype=problem.compute_dtype, device=problem.device)
+        log_probs_NV = torch.empty(tokens, problem.num_classes, dtype=problem.dtype, device=problem.device)
+        return LogProbsResults(log_probs_NV, log_normalizer_NK)
 
     def gradients(self, operands: Operands, by_log_p_NV: Tensor) -> Sequence[Tensor | None]:
         dtype = compute_dtype(self.problem.product_dtype)

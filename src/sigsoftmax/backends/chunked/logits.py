@@ -75,7 +75,10 @@ def plan_chunks(problem: AnyProblem) -> ChunkPlan:
     row_elements = row_width(problem, classes)
     token_bytes = row_elements * problem.product_dtype.itemsize * problem.components
     chunks = max(1, -(-problem.num_tokens // max(1, problem.chunk_bytes // token_bytes)))
-    mode: str = problem.spec.weight_gradient if isinstance(problem.spec, LossSpec) else "buffered"
+    mode: str = getattr(problem.spec, "weight_gradient", "buffered")
+    if mode != "fast" and not isinstance(problem.spec, LossSpec):
+        # Only the gradient of a loss is written a block of the vocabulary at a time.
+        mode = "buffered"
     if chunks == 1 or weight.dtype == torch.promote_types(weight.dtype, problem.compute_dtype):
         mode = "in place"
     elif mode == "auto":

@@ -119,7 +119,7 @@ def describe_logits(problem: AnyProblem) -> str:
     row_bytes = plan.row_elements * problem.product_dtype.itemsize * problem.components
     size = min(plan.tokens, problem.num_tokens) * row_bytes / MIB
     parts = [f"{kind} {operation}", f"{chunks_text(plan.chunks, plan.tokens)} ({size:,.1f} MiB)"]
-    if isinstance(problem.spec, LossSpec) and problem.wanted.weight:
+    if problem.wanted.weight:
         parts.append(f"weight gradient {plan.weight_gradient}")
     return ", ".join(parts)
 

@@ -4,7 +4,7 @@ The log-probabilities of every class exist for a block of rows at a time, and so
 computes too is left to it, since its rows are faster: the values without likeliest classes, and the gradient of
 log-probabilities of targets alone.
 
-Shapes: N tokens, K components, V classes, C columns of statistics, T likeliest classes.
+Shapes: N tokens, K components, V classes, C columns of statistics, I columns of likeliest classes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ChunkedStatistics(EveryClassPath[StatisticsSpec]):
             if self.log_probs is not None:
                 self.description += f"; log-probabilities alone as {self.log_probs.description}"
             if not problem.spec.topk:
-                entropy = ("entropy",) if problem.spec.entropy else ()
-                self.values = self._loss(lower_loss, ("log_normalizer", *entropy))
+                asked = [name for name in ("argmax", "entropy") if getattr(problem.spec, name)]
+                self.values = self._loss(lower_loss, ("log_normalizer", *asked))
 
     def _loss(self, lower_loss: LowerLoss, extras: tuple[str, ...] | None) -> LossPath | None:
         """The losses of the same tokens, not reduced, in the dtype of the arithmetic; None if they are refused."""
@@ -69,20 +69,23 @@ class ChunkedStatistics(EveryClassPath[StatisticsSpec]):
             value_checks.check_target(target_N, problem.num_classes, spec.ignore_index)
         shape = (problem.num_tokens, self.arithmetic.columns)
         out_NC = torch.empty(shape, dtype=problem.compute_dtype, device=problem.device)
-        indices_NT = torch.empty((problem.num_tokens, spec.topk), dtype=torch.int64, device=problem.device)
+        shape = (problem.num_tokens, self.arithmetic.index_columns)
+        indices_NI = torch.empty(shape, dtype=torch.int64, device=problem.device)
         for tokens, block in self.log_probs_of_blocks(operands):
             target_n = None if target_N is None else target_N[tokens]
-            out_NC[tokens], indices_NT[tokens] = self.arithmetic.of_block(
+            out_NC[tokens], indices_NI[tokens] = self.arithmetic.of_block(
                 block.log_p_nV, block.log_normalizer_nK, target_n
             )
-        return out_NC, indices_NT
+        return out_NC, indices_NI
 
     def _values_of_loss(self, results: LossResults) -> tuple[Tensor, Tensor]:
         log_probs_N1, normalizer_NK = -results.loss.reshape(-1, 1), results.log_normalizer_NK
         assert normalizer_NK is not None
         entropy = [] if results.entropy_N is None else [results.entropy_N.unsqueeze(-1)]
-        indices_NT = torch.empty((log_probs_N1.shape[0], 0), dtype=torch.int64, device=log_probs_N1.device)
-        return torch.cat([log_probs_N1, *entropy, normalizer_NK.view(-1, self.problem.components)], -1), indices_NT
+        columns_NC = torch.cat([log_probs_N1, *entropy, normalizer_NK.view(-1, self.problem.components)], -1)
+        if results.argmax_N is not None:
+            return columns_NC, results.argmax_N.unsqueeze(-1)
+        return columns_NC, torch.empty((columns_NC.shape[0], 0), dtype=torch.int64, device=columns_NC.device)
 
     def gradients(self, operands: Operands, by_groups: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         by_target_N1, *by_others = by_groups

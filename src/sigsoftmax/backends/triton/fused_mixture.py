@@ -15,11 +15,11 @@ from torch import Tensor
 from sigsoftmax.backends.chunked.logits import plan_chunks, row_width
 from sigsoftmax.backends.chunked.path import chunks_text
 from sigsoftmax.backends.triton import fused_loss, fused_tokens, priors
+from sigsoftmax.backends.triton.chunk_loop import TritonLinearLogits
 from sigsoftmax.backends.triton.kernels import formulas
 from sigsoftmax.backends.triton.kernels.token_losses import fused_mixture_kernel
 from sigsoftmax.backends.triton.launch import Launch
 from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
-from sigsoftmax.backends.triton.loss import TritonLinearLogits
 from sigsoftmax.backends.triton.scaling import Scaling
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import LossResults, Problem, Refusal

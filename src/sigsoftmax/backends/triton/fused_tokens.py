@@ -19,11 +19,11 @@ from sigsoftmax.backends.chunked.loop import TokenLosses
 from sigsoftmax.backends.chunked.loss import Computed
 from sigsoftmax.backends.chunked.vocabulary_blocks import VocabularyBlocks
 from sigsoftmax.backends.triton import priors
+from sigsoftmax.backends.triton.chunk_loop import TritonLoss
 from sigsoftmax.backends.triton.fused_loss import first_reason, too_many
 from sigsoftmax.backends.triton.kernels import token_losses
 from sigsoftmax.backends.triton.launch import launch
 from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
-from sigsoftmax.backends.triton.loss import TritonLoss
 from sigsoftmax.backends.triton.vocabulary_blocks import reduce_blocks, write_gradients
 from sigsoftmax.contract import value_checks
 from sigsoftmax.contract.operands import Operands

@@ -23,7 +23,7 @@ def lower_loss(problem: Problem[LossSpec]) -> LossPath | Refusal:
     if refusal is not None:
         return refusal
     from sigsoftmax.backends.triton import fused_loss, fused_mixture, fused_tokens
-    from sigsoftmax.backends.triton.loss import TritonLoss
+    from sigsoftmax.backends.triton.chunk_loop import TritonLoss
 
     fused = (fused_loss if problem.spec.prior is None else fused_mixture).lower(problem)
     if not isinstance(fused, Refusal):
@@ -35,7 +35,17 @@ def lower_loss(problem: Problem[LossSpec]) -> LossPath | Refusal:
 
 
 def lower_log_probs(problem: Problem[LogProbsSpec]) -> LogProbsPath | Refusal:
-    return _refusal(problem) or ChunkedLogProbs(problem)
+    refusal = _refusal(problem)
+    if refusal is not None:
+        return refusal
+    from sigsoftmax.backends.triton import chunk_loop
+
+    reason = chunk_loop.why_log_probs_refused(problem)
+    if reason is None:
+        return chunk_loop.MixtureLogProbs(problem)
+    path = ChunkedLogProbs(problem)
+    path.refused = {"values by kernels": reason}
+    return path
 
 
 def lower_statistics(problem: Problem[StatisticsSpec]) -> StatisticsPath | Refusal:

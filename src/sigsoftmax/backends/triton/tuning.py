@@ -79,6 +79,34 @@ def tuned_pipelined_shape(row_bytes: int, is_sigsoftmax: bool) -> LaunchShape | 
     return LaunchShape(2048, 8, 2) if row_bytes > (2**15 if is_sigsoftmax else 2**16) else None
 
 
+MOST_PARTS = 16
+PROGRAMS_OF_PARTS = 8
+"""programs for each multiprocessor that reduce parts of rows; not from a sweep"""
+FEWEST_CLASSES_OF_A_PART = 4096
+
+
+def row_parts(rows: int, classes: int, device: torch.device) -> int:
+    """The number of equal parts of rows that are reduced by programs of their own, where a GPU has few rows.
+
+    Parts begin at multiples of 16 elements, or Triton would not load them by aligned vectors.
+    """
+    parts = 1
+    while (
+        2 * parts <= MOST_PARTS
+        and rows * parts < PROGRAMS_OF_PARTS * multiprocessors(device)
+        and classes % (32 * parts) == 0
+        and classes // (2 * parts) >= FEWEST_CLASSES_OF_A_PART
+    ):
+        parts *= 2
+    return parts
+
+
+def mixture_shape(lanes: int) -> tuple[int, int]:
+    """Classes of a block, each with so many lanes for its components, and warps; not from a sweep."""
+    block = max(32, min(1024, 4096 // lanes))
+    return block, 4 if block * lanes <= 4096 else 8
+
+
 def stagger(rows: int, classes: int, element_bytes: int, programs: int) -> int:
     """Cycles over which the programs begin: about those of half a row, if it is long and they have many."""
     is_worth_it = classes * element_bytes > LONG_ROW_BYTES and rows >= FEWEST_STAGGERED_ROWS * programs

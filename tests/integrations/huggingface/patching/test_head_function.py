@@ -15,7 +15,7 @@ from torch import nn
 from sigsoftmax import Learned, OutputFunction, register_function
 from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.integrations.huggingface.patching.examination import Examined, LogitAdjustment
-from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, capped, is_plain_softmax, tempered
+from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, capped, is_plain_softmax
 
 
 def head(function, num_classes=4):
@@ -65,15 +65,31 @@ def test_a_head_comes_back_from_what_is_stored_of_it() -> None:
 def test_composed_functions_are_compositions(text: str) -> None:
     member = OutputFunction.parse(text)
     z = torch.linspace(-50.0, 50.0, 41, dtype=torch.float64)
-    torch.testing.assert_close(tempered(member, 0.7).phi(z), member.phi(z) / 0.7)
     torch.testing.assert_close(capped(member, 20.0).phi(z), member.phi(20.0 * torch.tanh(z / 20.0)))
 
 
 def test_composed_functions_that_are_members_have_their_kernels() -> None:
-    assert str(tempered(OutputFunction("softmax", alpha=1.5), 0.5)) == "softmax(alpha=3.0)"
-    assert str(tempered(OutputFunction("gss", k=1.0), 0.5)) == "softmax(alpha=2.0)"
     assert str(capped(OutputFunction("gss", k=1.0), 30.0)) == "softcap(c=30.0)"
-    assert not tempered(OutputFunction("softmax", alpha=torch.tensor(1.5)), 0.5).form.is_builtin
+
+
+@pytest.mark.parametrize(
+    ("text", "at_half", "left"),
+    [
+        ("softmax(alpha=1.5)", "softmax(alpha=3.0)", 1.0),
+        ("gss(k=1)", "softmax(alpha=2.0)", 1.0),
+        ("sigsoftmax", "sigsoftmax", 0.5),
+        ("softmax(alpha=learned:1.5)", None, 0.5),
+    ],
+)
+def test_the_temperature_of_a_linear_phi_is_in_its_scale(text: str, at_half: str | None, left: float) -> None:
+    layer, hidden_Nd = nn.Linear(3, 5), torch.randn(4, 3)
+    linear = HeadFunction(text, Examined(num_classes=5)).linear(hidden_Nd, layer)
+    tempered, temperature = linear.tempered(0.5)
+    assert temperature == left
+    if at_half is None:
+        assert tempered is linear
+    else:
+        assert str(tempered.function) == at_half
 
 
 def test_kinds_stay_what_they_were_when_scalars_are_held_as_vectors() -> None:
@@ -109,6 +125,12 @@ def test_hidden_vectors_mean_what_their_logits_mean(function: str, adjustment: L
     torch.testing.assert_close(
         made.cross_entropy(returned_NV, targets_N, are_transformed=True), made.cross_entropy(logits_NV, targets_N)
     )
-    chunks = [phi_nV for _, phi_nV in made.linear(hidden_Nd, layer, temperature=0.7).logits_chunks(2 * 5 * 8)]
+    chunks = [phi_nV for _, phi_nV in linear.logits_chunks(2 * 5 * 8)]
     assert [len(chunk) for chunk in chunks] == [2, 2, 2, 1]
-    torch.testing.assert_close(torch.cat(chunks), returned_NV / 0.7)
+    torch.testing.assert_close(torch.cat(chunks), returned_NV)
+    for temperature in (1.0, 0.7):
+        tempered, left = linear.tempered(temperature)
+        statistics = tempered.token_statistics(targets_N, temperature=left, entropy=True)
+        log_p_NV = torch.log_softmax(returned_NV / temperature, -1)
+        torch.testing.assert_close(statistics.log_probs, log_p_NV.gather(-1, targets_N[:, None])[:, 0])
+        torch.testing.assert_close(statistics.entropy, -(log_p_NV.exp() * log_p_NV).sum(-1))

@@ -18,6 +18,7 @@ from tests.allocations import allocations_of
 from tests.integrations.huggingface.tiny import V, phi, plain_loss, tiny, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 from sigsoftmax.family.heads import Head
@@ -115,6 +116,29 @@ def test_a_loss_of_others_on_the_logits_has_the_right_gradients(name: str) -> No
     for own, value in zip(plain.parameters(), patched.parameters(), strict=False):
         torch.testing.assert_close(value.grad, own.grad, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(patched.output_function.prior_weight.grad, twin.prior_weight.grad, rtol=1e-4, atol=1e-7)
+
+
+class HeadProducts(TorchDispatchMode):
+    """Counts the rows of all products that have a column per class."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        is_product = function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        if is_product and result.ndim == 2 and result.shape[1] == V:
+            self.rows += result.shape[0]
+        return result
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_logits_take_one_product_for_each_component(labels: bool) -> None:
+    _, patched = pair(function="mos(K=3)")
+    ids = tokens()
+    with torch.no_grad(), HeadProducts() as counted:
+        patched.eval()(ids, labels=ids if labels else None)
+    # A loss beside the logits takes products of its own.
+    assert counted.rows == (1 + labels) * 3 * ids.numel()
 
 
 def test_regularisers_counts_and_kept_logits() -> None:

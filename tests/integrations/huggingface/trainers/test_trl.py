@@ -195,30 +195,56 @@ def reinforced(kind, config, folder, model, **changes):
     )
 
 
+REINFORCED = [None, "softmax", "sigsoftmax", "moss(K=3)"]
+
+
+class LogitsOf:
+    """The logits of a model: of a single function by the formula, of a mixture those of a copy of the model.
+
+    The logits of a mixture are compared with the formula in test_mixture_head.
+    """
+
+    def __init__(self, model, function):
+        self.of = dict(MODELS).get(function, lambda z: z)
+        self.model = copy.deepcopy(model) if "K" in (function or "") else tiny()
+
+    def __call__(self, ids):
+        return self.of(self.model(ids).logits)
+
+
+def model_and_its_logits(function):
+    model = model_of(function)
+    if "K" in (function or ""):
+        model.output_function.latent_weight.data.normal_(0.0, 0.2)
+    return model, LogitsOf(model, function)
+
+
 @pytest.mark.parametrize(
     ("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["grpo", "rloo"]
 )
-@pytest.mark.parametrize(("function", "of"), MODELS, ids=IDS)
-def test_log_probabilities_of_reinforcement(tmp_path, kind, config, function, of):
-    trainer = reinforced(kind, config, tmp_path, model_of(function))
+@pytest.mark.parametrize("function", REINFORCED)
+def test_log_probabilities_of_reinforcement(tmp_path, kind, config, function):
+    model, logits_of = model_and_its_logits(function)
+    trainer = reinforced(kind, config, tmp_path, model)
     ids = tokens(4, 8)
     found = trainer._get_per_token_logps_and_entropies(
         trainer.model, ids, torch.ones_like(ids), 5, compute_entropy=True
     )
-    scaled = of(tiny()(ids).logits) / 0.7  # generation divides phi by the temperature
+    scaled = logits_of(ids) / 0.7  # generation divides logits by the temperature
     log_p = scaled.log_softmax(-1)[:, :-1]
     torch.testing.assert_close(found[0], log_probs(scaled, ids)[:, -5:], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[1], -(log_p.exp() * log_p).sum(-1)[:, -5:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("function", "of"), MODELS, ids=IDS)
-def test_grpo(tmp_path, function, of):
-    trainer = reinforced(GRPOTrainer, GRPOConfig, tmp_path, model_of(function), loss_type="grpo", entropy_coef=0.1)
+@pytest.mark.parametrize("function", REINFORCED)
+def test_grpo(tmp_path, function):
+    model, logits_of = model_and_its_logits(function)
+    trainer = reinforced(GRPOTrainer, GRPOConfig, tmp_path, model, loss_type="grpo", entropy_coef=0.1)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     ids = tokens(4, 8)
     advantages = torch.tensor([1.0, -0.5, 0.3, -0.8])
-    scaled = of(tiny()(ids).logits) / 0.7
+    scaled = logits_of(ids) / 0.7
     log_p = log_probs(scaled, ids)[:, -5:]
     old = log_p.detach() + 0.3 * torch.randn_like(log_p)
     inputs = {
@@ -233,14 +259,26 @@ def test_grpo(tmp_path, function, of):
     policy = torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
     every = scaled.log_softmax(-1)[:, -6:-1]
     wanted = -policy.mean() + 0.1 * (every.exp() * every).sum(-1).mean()
-    torch.testing.assert_close(trainer._compute_loss(trainer.model, inputs), wanted, rtol=1e-4, atol=1e-5)
+    found = trainer._compute_loss(trainer.model, inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    own, expected = (
+        torch.autograd.grad(loss, [source.lm_head.weight])[0]
+        for loss, source in ((found, trainer.model), (wanted, logits_of.model))
+    )
+    torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["grpo", "rloo"]
+    ("kind", "config", "function"),
+    [
+        (GRPOTrainer, GRPOConfig, "sigsoftmax"),
+        (GRPOTrainer, GRPOConfig, "moss(K=3)"),
+        (RLOOTrainer, RLOOConfig, "sigsoftmax"),
+    ],
+    ids=["grpo", "grpo of a mixture", "rloo"],
 )
-def test_reinforcement_generates_and_trains(tmp_path, kind, config):
-    trainer = reinforced(kind, config, tmp_path, model_of("sigsoftmax"), learning_rate=0.1)
+def test_reinforcement_generates_and_trains(tmp_path, kind, config, function):
+    trainer = reinforced(kind, config, tmp_path, model_of(function), learning_rate=0.1)
     before = copy.deepcopy(trainer.model.state_dict())
     trainer.train()
     assert trainer.model.trained_past is None

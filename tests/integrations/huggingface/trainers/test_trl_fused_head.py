@@ -84,15 +84,16 @@ def test_every_field_and_its_gradient(name, temperature, function, of):
 
 
 @pytest.mark.parametrize("name", ["llama tied", "gemma2", "granite"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("function", ["moss(K=3)", "mixture(gss(k=learned:0.5), K=2, latent=tanh)"])
-def test_every_field_and_its_gradient_of_a_mixture(name, function):
+def test_every_field_and_its_gradient_of_a_mixture(name, temperature, function):
     model = apply_output_function(tiny(name, dtype=torch.float64), function, chunk_bytes=2000).train()
     model.output_function.latent_weight.data.normal_(0.0, 0.2)
     # The logits of a mixture are compared with the formula in test_mixture_head.
     twin = copy.deepcopy(model)
-    add_fused_lm_head(model, outputs=OUTPUTS)
+    add_fused_lm_head(model, temperature=temperature, outputs=OUTPUTS)
     ids, labels = example()
-    wanted = formula(twin(ids).logits, labels, 1.0)
+    wanted = formula(twin(ids).logits, labels, temperature)
     output = model(input_ids=ids, labels=labels, fused_lm_head=True)
     for key, value in wanted.items():
         torch.testing.assert_close(output[key], value, rtol=1e-6, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
@@ -106,14 +107,6 @@ def test_every_field_and_its_gradient_of_a_mixture(name, function):
         )
         for left, right in zip(got, own, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}")
-
-
-def test_a_mixture_at_another_temperature_is_refused():
-    model = apply_output_function(tiny(), "mos(K=2)").train()
-    add_fused_lm_head(model, temperature=0.7)
-    ids, labels = example()
-    with pytest.raises(ValueError, match=r"at the temperature 0.7 are not computed .* set temperature=1.0"):
-        model(input_ids=ids, labels=labels, fused_lm_head=True)
 
 
 def test_the_gradient_of_an_entropy_reaches_learned_parameters():
@@ -225,11 +218,11 @@ def test_half_precision_with_an_output_layer_in_float32():
 def test_a_step_stores_no_logits():
     classes = 32_064
 
-    def peak(function):
+    def peak(function, temperature=1.0):
         model = tiny("llama tied", vocab_size=classes).train()
         if function is not None:
             apply_output_function(model, function, chunk_bytes=2**20)
-        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy", "is_top1"))
         ids = tokens(8, 60, classes=classes)
 
         def step():
@@ -240,6 +233,7 @@ def test_a_step_stores_no_logits():
         return allocations_of(step).peak
 
     assert peak("sigsoftmax") < 8 * 60 * classes * 4 / 4
+    assert peak("mos(K=2)", 0.7) < 8 * 60 * classes * 4 / 4
 
 
 @pytest.mark.parametrize("option", [{"z_loss": 0.1}, {"label_smoothing": 0.1}])

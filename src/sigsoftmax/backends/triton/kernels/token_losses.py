@@ -1,5 +1,7 @@
 """Kernels of the token arithmetic before and after the logits kernel, of one component and of a mixture.
 
+A mixture has two: what it needs for the losses of targets, and the log-probability of every class.
+
 Shapes: N tokens, K components, V classes.
 """
 
@@ -8,7 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sigsoftmax.backends.triton.kernels import fused_loss, priors, tokens
+from sigsoftmax.backends.triton.kernels import formulas, fused_loss, intrinsics, priors, tokens
+from sigsoftmax.backends.triton.kernels.form_logits import argument
+from sigsoftmax.backends.triton.kernels.vocabulary_blocks import joined_parts
 
 
 @triton.jit
@@ -175,6 +179,80 @@ def mixture_kernel(
         tl.store(by_target + position, by_s, mask=inside)
         tl.store(by_prior + position, by_s, mask=inside)
         tl.store(by_normalizer + position, by_n, mask=inside)
+
+
+@triton.jit
+def mixture_log_probs_kernel(
+    logits,
+    log_prior,
+    peak,
+    offset,
+    normalizer,
+    out,
+    log_normalizer,
+    alpha_pointer,
+    beta_pointer,
+    c_pointer,
+    centre_pointer,
+    logits_stride,
+    V,
+    K,
+    blocks,
+    floor,
+    alpha_value,
+    beta_value,
+    c_value,
+    FORM: tl.constexpr,
+    ALPHA_IS_POINTER: tl.constexpr,
+    BETA_IS_POINTER: tl.constexpr,
+    C_IS_POINTER: tl.constexpr,
+    C_PER_CLASS: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
+    HAS_NORMALIZER: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The mixed log-probability of a block of classes of one token, from its K rows of logits.
+
+    Row statistics are those of each of the ``PARTS`` of every row, which this kernel joins; the program of a token's
+    first block writes the log normalisers of its components.
+    """
+    alpha = argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
+    beta = argument(beta_pointer, beta_value, BETA_IS_POINTER)
+    if C_PER_CLASS:
+        centre = tl.load(centre_pointer).to(tl.float32)
+    else:
+        centre = argument(c_pointer, c_value, C_IS_POINTER)
+    token = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    component = tl.arange(0, LANES)
+    is_component = component < K
+    row = token * K + component
+    part = row[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+    part_peak = tl.load(peak + part, mask=is_component[:, None], other=0.0)
+    part_offset = tl.load(offset + part, mask=is_component[:, None], other=0.0)
+    part_normalizer = tl.load(normalizer + part, mask=is_component[:, None], other=0.0)
+    row_peak, row_offset, n = joined_parts(part_peak, part_offset, part_normalizer, alpha, beta, centre, FORM)
+    if HAS_NORMALIZER and block == 0:
+        tl.store(log_normalizer + row, n + row_offset, mask=is_component)
+    prior = tl.load(log_prior + row, mask=is_component, other=-float("inf"))
+    position = block * BLOCK + tl.arange(0, BLOCK)
+    is_class = position < V
+    c = centre
+    if C_PER_CLASS:
+        c = tl.load(c_pointer + position, mask=is_class, other=0.0).to(tl.float32)[:, None]
+    inside = is_class[:, None] & is_component[None, :]
+    pointer = logits + row.to(tl.int64)[None, :] * logits_stride + position[:, None]
+    z = intrinsics.widened(tl.load(pointer, mask=inside, other=-float("inf")))
+    IS_ROUGH: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 16
+    value, _, _ = formulas.value_weight_and_slope(
+        z, row_peak[None, :], n[None, :], alpha, beta, c, centre, FORM, C_PER_CLASS, IS_ROUGH
+    )
+    # NaN where all classes of a row are masked, as under torch's softmax.
+    log_f = formulas.unit_of(alpha, beta, FORM) * value + (n - n)[None, :]
+    log_p, _ = tokens.mixture_responsibilities(prior[None, :], log_f, inside, floor, HAS_FLOOR)
+    tl.store(out + token.to(tl.int64) * V + position, log_p.to(out.dtype.element_ty), mask=is_class)
 
 
 @triton.jit

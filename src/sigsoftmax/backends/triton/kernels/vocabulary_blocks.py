@@ -1,4 +1,4 @@
-"""The kernel that adds the row statistics of one vocabulary block to those of others.
+"""Row statistics of parts of the vocabulary, joined into those of whole rows.
 
 Shapes: R rows.
 """
@@ -10,6 +10,26 @@ import triton.language as tl
 
 from sigsoftmax.backends.triton.kernels import formulas
 from sigsoftmax.backends.triton.kernels.form_logits import argument
+
+
+@triton.jit
+def joined_parts(peak, offset, normalizer, alpha, beta, centre, FORM: tl.constexpr):
+    """(peak, offset, normaliser) of rows, from those of their parts, which lie along the second axis.
+
+    The part with the highest offset gives the peak. The peak of a part whose classes are all masked means nothing, and
+    its normaliser is -inf.
+    """
+    is_kept = normalizer != -float("inf")
+    highest = tl.max(tl.where(is_kept, offset, -float("inf")), 1)
+    leads = is_kept & (offset == highest[:, None])
+    leader = tl.max(tl.where(leads, peak, -float("inf")), 1)
+    leader = tl.where(leader == -float("inf"), 0.0, leader)
+    gap = tl.where(is_kept, formulas.offset_gap(peak, leader[:, None], alpha, beta, centre, FORM), 0.0)
+    value = normalizer + gap
+    top = tl.max(value, 1)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.sum(tl.exp(value - top[:, None]), 1)
+    return leader, tl.where(highest == -float("inf"), 0.0, highest), top + tl.log(total)
 
 
 @triton.jit

@@ -86,6 +86,11 @@ class CausalLoss:
         self.check_shape(hidden_BLd)
         linear = self.head.linear(hidden_BLd, layer)
         targets_BL = self.targets_BL.to(hidden_BLd.device)
+        if self.by_token:
+            options = self.options.of_linear_loss
+            log_probs_BL = linear.token_statistics(targets_BL, ignore_index=self.ignore_index, **options).log_probs
+            assert log_probs_BL is not None
+            return -log_probs_BL
         return self._divided(linear.cross_entropy(targets_BL, **self._keywords, **self.options.of_linear_loss))
 
     def of_logits(self, logits_BLV: Tensor, *, are_returned: bool = False) -> Tensor:

@@ -21,11 +21,13 @@ from sigsoftmax import family
 from sigsoftmax.contract.problem import default_chunk_bytes
 from sigsoftmax.contract.rows import MASK, compute_dtype
 from sigsoftmax.contract.spec import Function
+from sigsoftmax.contract.statistics import TokenStatistics
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.integrations.huggingface.patching.examination import Examined, LogitAdjustment
 from sigsoftmax.layers.output_layer import FunctionModule
 from sigsoftmax.losses import functional
+from sigsoftmax.losses.token_statistics import linear_token_statistics
 
 CHUNK_NUMBERS = 8 * 2**20
 """Number of logits that are transformed at a time, in place, where they need no gradient (32 MiB in float32)."""
@@ -125,11 +127,8 @@ class HeadFunction(FunctionModule):
         with float32_result(logits):
             return functional.cross_entropy(logits, targets, function=function, dim=-1, **options)
 
-    def linear(self, hidden: Tensor, layer: nn.Linear, *, temperature: float = 1.0) -> LinearLogits:
-        """The logits that the model makes of hidden vectors and its output layer; sharded parameters are gathered.
-
-        A temperature divides phi, as it does when the model generates.
-        """
+    def linear(self, hidden: Tensor, layer: nn.Linear) -> LinearLogits:
+        """The logits that the model makes of hidden vectors and its output layer; sharded parameters are gathered."""
         weight_Vd, bias_V = whole(layer.weight), whole(layer.bias)
         if weight_Vd.numel() == 0:
             raise ValueError(
@@ -145,7 +144,7 @@ class HeadFunction(FunctionModule):
             hidden=hidden,
             weight_Vd=weight_Vd,
             bias_V=bias_V,
-            function=tempered(self.of_raw_logits(), temperature),
+            function=self.of_raw_logits(),
             product_dtype=torch.get_autocast_dtype(device) if is_cast else hidden.dtype,
         )
 
@@ -225,17 +224,22 @@ class LinearLogits:
                 self.hidden, self.weight_Vd, targets, function=self.function, linear_bias=self.bias_V, **options
             )
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that a gradient may be wanted of: hidden vectors, weight, bias and the function's parameters."""
-        parameters = (x for x in self.function.parameters.values() if isinstance(x, Tensor))
-        return (self.hidden, self.weight_Vd, self.bias_V, *parameters)
+    def token_statistics(self, targets: Tensor, **options: Any) -> TokenStatistics:
+        """:func:`sigsoftmax.linear_token_statistics`, whose results are in float32 or better."""
+        return linear_token_statistics(
+            self.hidden, self.weight_Vd, targets, function=self.function, linear_bias=self.bias_V, **options
+        )
 
-    def with_tensors(self, hidden: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, *values: Tensor) -> Self:
-        """The same of other :attr:`tensors`."""
-        names = [key for key, x in self.function.parameters.items() if isinstance(x, Tensor)]
-        function = self.function.with_parameters(**dict(zip(names, values, strict=True)))
-        return dataclasses.replace(self, hidden=hidden, weight_Vd=weight_Vd, bias_V=bias_V, function=function)
+    def tempered(self, temperature: float) -> tuple[Self, float]:
+        """These logits at a temperature, and the temperature that is left for their statistics.
+
+        A temperature divides phi, as it does when the model generates. That of a linear phi is in its scale then, and
+        the statistics of a temperature of 1 cost less.
+        """
+        slope = self.function.lasting_properties.affine_slope
+        if slope is None:
+            return self, temperature
+        return dataclasses.replace(self, function=OutputFunction("softmax", alpha=slope / temperature)), 1.0
 
     def logits(self) -> Tensor:
         """The logits (..., V) whose softmax is the output, in float32 or better."""
@@ -297,24 +301,6 @@ def capped(member: OutputFunction, cap: float) -> OutputFunction:
         formula=f"{member.name} of cap tanh(z / cap)",
         cap=cap,
     )
-
-
-def tempered(member: OutputFunction, temperature: float) -> OutputFunction:
-    """The member whose phi is divided by a temperature."""
-    if temperature <= 0.0:
-        raise ValueError(f"temperature must be greater than 0, got {temperature}")
-    if temperature == 1.0:
-        return member
-    slope = member.lasting_properties.affine_slope
-    if slope is not None:
-        return OutputFunction("softmax", alpha=slope / temperature)
-
-    def divided(of_member: Callable[[Tensor], Tensor], z: Tensor, temperature: Tensor) -> Tensor:
-        return of_member(z) / temperature
-
-    formula = f"{member.name} divided by a temperature"
-    name = f"{member.name}_at_temperature"
-    return _composed(member, name, divided, divided, formula=formula, temperature=temperature)
 
 
 _COMPOSED: dict[str, Any] = {}

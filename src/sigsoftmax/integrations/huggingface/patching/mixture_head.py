@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.spec import prior_of
+from sigsoftmax.contract.statistics import TokenStatistics
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
 from sigsoftmax.integrations.huggingface.patching.examination import Examined
@@ -37,6 +38,7 @@ from sigsoftmax.integrations.huggingface.patching.head_function import (
 )
 from sigsoftmax.layers.mixture import latent_vectors, with_plain_numbers
 from sigsoftmax.losses import functional
+from sigsoftmax.losses.token_statistics import mixture_token_statistics
 
 DEFAULT_LATENT = "residual"
 """The latent vectors with which a trained model begins as the model that it is."""
@@ -98,13 +100,8 @@ class MixtureHead(HeadFunction):
             )
         return super().cross_entropy(logits, targets, are_transformed=True, **options)
 
-    def linear(self, hidden: Tensor, layer: nn.Linear, *, temperature: float = 1.0) -> MixtureLogits:
-        """The mixture of hidden vectors; a temperature would divide log P of all classes, and is refused."""
-        if temperature != 1.0:
-            raise ValueError(
-                f"the log-probabilities of {self.described()} at the temperature {temperature} are not computed "
-                "without storing logits; set temperature=1.0 in the trainer's arguments, or use one output function"
-            )
+    def linear(self, hidden: Tensor, layer: nn.Linear) -> MixtureLogits:
+        """The mixture of hidden vectors."""
         weight, bias = whole(self.latent_weight).to(hidden.dtype), whole(self.latent_bias)
         bias = None if bias is None else bias.to(hidden.dtype)
         latent = latent_vectors(hidden, weight, bias, components=self.components, latent=self.latent)
@@ -150,14 +147,15 @@ class MixtureLogits(LinearLogits):
                 self.hidden, self.prior_logits, self.weight_Vd, targets, **self._keywords, **options
             )
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (*super().tensors, self.prior_logits)
+    def token_statistics(self, targets: Tensor, **options: Any) -> TokenStatistics:
+        """:func:`sigsoftmax.mixture_token_statistics`, whose results are in float32 or better."""
+        return mixture_token_statistics(
+            self.hidden, self.prior_logits, self.weight_Vd, targets, **self._keywords, **options
+        )
 
-    def with_tensors(self, hidden: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, *values: Tensor) -> Self:
-        *parameters, prior_logits = values
-        made = super().with_tensors(hidden, weight_Vd, bias_V, *parameters)
-        return dataclasses.replace(made, prior_logits=prior_logits)
+    def tempered(self, temperature: float) -> tuple[Self, float]:
+        # A temperature divides log P, which is no mixture of tempered components.
+        return self, temperature
 
     def rows(self, span: slice) -> Self:
         return dataclasses.replace(self, hidden=self.hidden[span], prior_logits=self.prior_logits[span])
@@ -166,16 +164,12 @@ class MixtureLogits(LinearLogits):
         """log P + sum_k pi_k n_k; what is added to a row is a constant to the gradient."""
         # With many classes log P lies far below 0, where half precision has few digits; logits do not.
         with float32_result(self.hidden):
-            log_p = functional.mixture_log_probs(self.hidden, self.prior_logits, self.weight_Vd, **self._keywords)
-        return log_p + self._level()[..., None]
-
-    def _level(self) -> Tensor:
-        """The prior's mean of the components' log normalisers."""
-        prior_logits = self.prior_logits.detach()
-        any_class = torch.zeros(prior_logits.shape[:-1], dtype=torch.long, device=prior_logits.device)
-        with torch.no_grad():
-            _, extras = self.cross_entropy(any_class, reduction="none", extras=["log_normalizer"])
-            return (functional.probs(prior_logits, function=self.prior_function) * extras.log_normalizer).sum(-1)
+            log_p, extras = functional.mixture_log_probs(
+                self.hidden, self.prior_logits, self.weight_Vd, **self._keywords, extras=["log_normalizer"]
+            )
+        assert extras.log_normalizer is not None
+        prior = functional.probs(self.prior_logits.detach(), function=self.prior_function)
+        return log_p + (prior * extras.log_normalizer).sum(-1, keepdim=True)
 
 
 def completed(head: Head) -> Head:

@@ -1,9 +1,9 @@
 """TRL's fused output layer, computed by the output function of a patched model.
 
 TRL calls ``model(..., labels=labels, fused_lm_head=True)`` and wants log-probabilities of the labels, entropies and a
-few statistics of each token. Log-probabilities, entropies and the likeliest token come from the linear loss, a chunk of
-logits at a time. The gradient of an entropy, the mean of the logits and sum p^2 take products of their own, in chunks,
-and only where they are asked for. A temperature divides phi, as it does when the model generates.
+few statistics of each token. Log-probabilities, entropies and the likeliest token are token statistics, for which a
+chunk of logits exists at a time. The mean of the logits and sum p^2 take a product of their own, in chunks, and only
+where they are asked for. A temperature divides phi, and log P of a mixture, as it does when the model generates.
 
 Shapes: B sequences of L tokens, N tokens that have a label, d features, V classes.
 """
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sigsoftmax.contract.rows import compute_dtype
+from sigsoftmax.contract.tokens import entropy
 from sigsoftmax.integrations.huggingface.patching.causal_loss import (
     IGNORED,
     CausalLoss,
@@ -110,10 +111,8 @@ class FusedLoss(CausalLoss):
         is_cast, device = self.fused_head.cast_lm_head_to_fp32, hidden_BLd.device
         with torch.autocast(device.type, enabled=False) if is_cast else nullcontext():
             hidden_Nd = hidden_BLd[self.kept_BL.to(device)]
-            linear = self.head.linear(
-                hidden_Nd.float() if is_cast else hidden_Nd, layer, temperature=self.fused_head.temperature
-            )
-            self.statistics = self._statistics_of_hidden(linear)
+            linear = self.head.linear(hidden_Nd.float() if is_cast else hidden_Nd, layer)
+            self.statistics = self._statistics_of_hidden(*linear.tempered(self.fused_head.temperature))
         return self._mean()
 
     def of_logits(self, logits_BLV: Tensor, *, are_returned: bool = False) -> Tensor:
@@ -135,28 +134,29 @@ class FusedLoss(CausalLoss):
         log_probs_N = self.statistics["log_probs"]
         return divided(-log_probs_N.sum(), max(1, log_probs_N.numel()) if self.count is None else self.count)
 
-    def _statistics_of_hidden(self, linear: LinearLogits) -> dict[str, Tensor]:
+    def _statistics_of_hidden(self, linear: LinearLogits, temperature: float) -> dict[str, Tensor]:
         asked, targets_N = self.fused_head.outputs, self._targets_N(linear.hidden.device)
-        extras_of = {"entropy": "entropy", "is_top1": "argmax"}
-        losses_N, extras = linear.cross_entropy(
+        statistics = linear.token_statistics(
             targets_N,
-            reduction="none",
-            extras=[extra for name, extra in extras_of.items() if name in asked],
+            temperature=temperature,
+            entropy="entropy" in asked,
+            argmax="is_top1" in asked,
             **self.options.of_linear_loss,
         )
-        found = {"log_probs": -losses_N}
-        if "entropy" in asked:
-            found["entropy"] = _Entropy.apply(extras.entropy, linear, self.options.chunk_bytes, *linear.tensors)
-        if "is_top1" in asked:
-            found["is_top1"] = extras.argmax == targets_N
+        assert statistics.log_probs is not None
+        found = {"log_probs": statistics.log_probs}
+        if statistics.entropy is not None:
+            found["entropy"] = statistics.entropy
+        if statistics.argmax is not None:
+            found["is_top1"] = statistics.argmax == targets_N
         others = [name for name in ("mean_logits", "log_sum_sq_probs") if name in asked]
         if others:
             with torch.no_grad():
                 parts = [
-                    _statistics_of_phi(phi_nV, targets_N[span], others)
+                    _statistics_of_phi(phi_nV / temperature, targets_N[span], others)
                     for span, phi_nV in linear.logits_chunks(self.options.chunk_bytes)
                 ]
-            none_N = losses_N.detach()[:0]
+            none_N = statistics.log_probs.detach()[:0]
             found |= {name: torch.cat([none_N, *(part[name] for part in parts)]) for name in others}
         return found
 
@@ -182,41 +182,9 @@ def _statistics_of_phi(phi_NV: Tensor, targets_N: Tensor, asked: Iterable[str]) 
     log_p_NV = torch.log_softmax(phi_NV, -1)
     compute = {
         "log_probs": lambda: log_p_NV.gather(-1, targets_N[:, None])[:, 0],
-        "entropy": lambda: _entropy(log_p_NV),
+        "entropy": lambda: entropy(log_p_NV),
         "log_sum_sq_probs": lambda: torch.logsumexp(2.0 * log_p_NV.detach(), -1),
         "mean_logits": lambda: phi_NV.detach().mean(-1),
         "is_top1": lambda: phi_NV.argmax(-1) == targets_N,
     }
     return {name: compute[name]() for name in asked}
-
-
-def _entropy(log_p_NV: Tensor) -> Tensor:
-    # A class of probability 0 adds nothing, and 0 times -inf is no number.
-    return -(log_p_NV.exp() * log_p_NV.masked_fill(log_p_NV == -torch.inf, 0.0)).sum(-1)
-
-
-class _Entropy(torch.autograd.Function):
-    """Entropies that are known, with a gradient that computes logits again, and only if somebody wants it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, entropy_N: Tensor, linear: LinearLogits, chunk_bytes: int | None, *tensors: Tensor | None
-    ) -> Tensor:
-        ctx.linear, ctx.chunk_bytes = linear, chunk_bytes
-        ctx.save_for_backward(*tensors)
-        return entropy_N.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient_N,) = gradients
-        wanted = ctx.needs_input_grad[3:]
-        with torch.enable_grad(), torch.autocast(gradient_N.device.type, enabled=False):
-            leaves = [
-                None if x is None else x.detach().requires_grad_(needed)
-                for x, needed in zip(ctx.saved_tensors, wanted, strict=True)
-            ]
-            # backward, not grad: the gradients of all chunks are summed where they arrive.
-            for span, phi_nV in ctx.linear.with_tensors(*leaves).logits_chunks(ctx.chunk_bytes):
-                entropy_n = _entropy(torch.log_softmax(phi_nV, -1))
-                entropy_n.backward(gradient_N[span].to(entropy_n.dtype))
-        return (None, None, None, *(x.grad if x is not None and x.requires_grad else None for x in leaves))
