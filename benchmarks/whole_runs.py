@@ -132,20 +132,31 @@ def line_heads(line: Line, corpus: str) -> set[str]:
 # --- the paper's tables, and differences ----------------------------------------------------------------------------
 
 
+BEYOND_TABLE_3 = (
+    "A rank says little alone: the ranks of our models by other thresholds, the noise floor and the losses are "
+    "[below](#spectra-and-ranks-of-the-finetuned-models)."
+)
+
+
 def paper_tables(runs: WholeRuns) -> str:
-    """Tables 1 to 5 with every cell of the paper, and ours under it; notes that they share stand under the last."""
+    """Tables 1 to 5 with every cell of the paper and ours under it; a note of several tables stands under the first."""
     blocks: list[str] = []
-    notes: list[str] = []
+    told: set[str] = set()
     for table in paper.TABLES:
         title = f"Table {table.number}. {table.title}"
         if table.stages:
             own = runs.corpora.get(table.corpus, [])
             made = perplexity_table(table, table.corpus, title, own, runs.looks, missing=NOT_RUN)
+            notes = made.notes
         else:
             (made,) = spectra.tables(runs.material, runs.looks, missing=NOT_RUN)
-        blocks.append(f"### {title}\n\n{markdown_of(made, has_notes=False)}")
-        notes += [f"{plain_text(note)}\n" for note in made.notes]
-    return "\n".join([*blocks, *dict.fromkeys(notes)])
+            notes = [*made.notes, BEYOND_TABLE_3]
+        new = [text for text in map(plain_text, notes) if text not in told]
+        told |= set(new)
+        blocks.append(
+            "\n".join([f"### {title}\n\n{markdown_of(made, has_notes=False)}", *(f"{text}\n" for text in new)])
+        )
+    return "\n".join(blocks)
 
 
 def markdown_of(table: Table, *, has_notes: bool = True) -> str:
