@@ -93,22 +93,37 @@ def place_of(name: str) -> Place:
 
 
 def provenance(root: Path = ROOT) -> str:
-    """A row for each file: where it is shown, and when, where and with which code it was measured."""
-    rows = []
-    for name, environments in files(root):
+    """Where each file is shown, and when, where and with which code it was measured; a table for each folder."""
+    blocks = []
+    for folder in FOLDERS:
+        inside = [(name, found) for name, found in files(root) if name.startswith(f"{folder}/")]
+        if inside:
+            blocks.append(f"In `{folder}`:\n\n{_table(folder, inside)}\n")
+    return "\n".join(blocks)
+
+
+def _table(folder: str, inside: Sequence[tuple[str, list[Environment]]]) -> str:
+    """A row for all files that are alike."""
+    named: dict[tuple[str, ...], list[str]] = {}
+    for name, environments in inside:
         place = place_of(name)
-        rows.append(
-            [
-                f"`{name}`",
-                place.shown,
-                _listed(_measured_text(where) for where in environments),
-                _listed(_commit_text(where) for where in environments),
-                _listed(", ".join(where.libraries) or NOT_RECORDED for where in environments),
-                place.takes,
-            ]
+        cells = (
+            place.shown,
+            _listed(_measured_text(where) for where in environments),
+            _listed(_commit_text(where) for where in environments),
+            _listed(", ".join(where.libraries) or NOT_RECORDED for where in environments),
+            place.takes,
         )
+        # The fits of a folder have one file.
+        named.setdefault(cells, []).append(name.removeprefix(f"{folder}/").removesuffix("/capacity.jsonl"))
+    rows = [[_names(names), *cells] for cells, names in named.items()]
     heads = ("records", "shown in", "measured", "commit", "other libraries", "to make them anew")
-    return markdown_table(heads, "l" * len(heads), rows) + "\n"
+    return markdown_table(heads, "l" * len(heads), rows)
+
+
+def _names(names: Sequence[str]) -> str:
+    """Files in one cell."""
+    return "<br>".join(f"`{name}`" for name in names)
 
 
 def _listed(texts: Iterator[str]) -> str:

@@ -11,6 +11,7 @@ from tests.records import samples
 from sigsoftmax.records import Record, append
 
 KNOWN = "results/ptb-float32.jsonl"
+SHOWN = "ptb-float32.jsonl"
 
 
 def written(root: Path, name: str, **environment) -> None:
@@ -21,7 +22,7 @@ def written(root: Path, name: str, **environment) -> None:
 
 
 def row_of(text: str, name: str) -> list[str]:
-    line = next(line for line in text.splitlines() if line.startswith(f"| `{name}`"))
+    line = next(line for line in text.splitlines() if line.startswith("| `") and f"`{name}`" in line)
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
@@ -30,19 +31,27 @@ def test_a_file_says_which_commits_it_holds(tmp_path: Path) -> None:
     written(tmp_path, "results/paper/a.jsonl", commit="0123456789", clean=True, libraries=("triton 3.6.0",))
     written(tmp_path, "results/paper/b.jsonl", commit="abcdef0123", clean=False)
     text = write_records.provenance(tmp_path)
-    assert row_of(text, KNOWN)[3:5] == ["not recorded"] * 2
-    assert row_of(text, "results/paper/a.jsonl")[3:5] == ["0123456", "triton 3.6.0"]
-    assert row_of(text, "results/paper/b.jsonl")[3] == "abcdef0, modified"
+    assert row_of(text, SHOWN)[3:5] == ["not recorded"] * 2
+    assert row_of(text, "paper/a.jsonl")[3:5] == ["0123456", "triton 3.6.0"]
+    assert row_of(text, "paper/b.jsonl")[3] == "abcdef0, modified"
     assert write_records.without_commit(tmp_path).startswith(
         "Of 3 files 1 has records without a commit, and 1 has records of code that had been changed"
     )
     assert "python benchmarks/some.py" in write_records.commands(tmp_path)
 
 
+def test_files_that_are_alike_share_a_row(tmp_path: Path) -> None:
+    for seed in ("topics", "topics-seed-1"):
+        written(tmp_path, f"results/capacity/{seed}/capacity.jsonl", commit="0123456789", clean=True)
+    rows = [line for line in write_records.provenance(tmp_path).splitlines() if line.startswith("| `")]
+    assert len(rows) == 1
+    assert rows[0].startswith("| `capacity/topics`<br>`capacity/topics-seed-1` |")
+
+
 def test_a_file_of_two_commits_lists_both(tmp_path: Path) -> None:
     written(tmp_path, KNOWN, commit="0123456789", clean=True)
     written(tmp_path, KNOWN, commit="abcdef0123", clean=True)
-    assert row_of(write_records.provenance(tmp_path), KNOWN)[3] == "0123456; abcdef0"
+    assert row_of(write_records.provenance(tmp_path), SHOWN)[3] == "0123456; abcdef0"
 
 
 def test_a_file_without_a_place_is_refused(tmp_path: Path) -> None:
