@@ -222,7 +222,7 @@ def times(records: Records) -> str:
         )
     if not rows:
         return NO_RECORDS
-    header = ["recipe", "arithmetic", "device", "runs at once", "s an epoch", "s a model-epoch", "MiB a model"]
+    header = ["recipe", "arithmetic", "device", "runs at once", "s per epoch", "s per epoch and model", "MiB per model"]
     return table(header, rows)
 
 
