@@ -122,8 +122,8 @@ def _table(folder: str, inside: Sequence[tuple[str, list[Environment]]]) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Files in one cell."""
-    return "<br>".join(f"`{name}`" for name in names)
+    """Files in one cell, as plain text: a long name in another font would not be broken, and widen the table."""
+    return "<br>".join(names)
 
 
 def _listed(texts: Iterator[str]) -> str:
