@@ -85,6 +85,7 @@ bench-docs: $(VENV)/.installed-dev ## tables and pictures of speed and memory on
 	$(BIN)/python benchmarks/write_overview.py $(ARGS)
 	$(BIN)/python benchmarks/classifiers.py --docs $(ARGS)
 	$(BIN)/python benchmarks/write_choosing.py $(ARGS)
+	$(BIN)/python benchmarks/write_records.py $(ARGS)
 
 bench-huggingface: $(VENV)/.installed-dev ## a training step of a patched Hugging Face model beside the plain one
 	$(BIN)/python benchmarks/huggingface.py $(ARGS)
@@ -98,9 +99,11 @@ bench-lm: $(VENV)/.installed-dev ## the first epochs of the paper's recipes on a
 reproduction-docs: $(VENV)/.installed-dev ## tables and pictures of docs/reproduction.md and the README, from results
 	$(BIN)/python benchmarks/write_reproduction.py $(ARGS)
 	$(BIN)/python benchmarks/write_overview.py $(ARGS)
+	$(BIN)/python benchmarks/write_records.py $(ARGS)
 
 choosing-docs: $(VENV)/.installed-dev ## tables of docs/choosing.md, from results and benchmarks/records
 	$(BIN)/python benchmarks/write_choosing.py $(ARGS)
+	$(BIN)/python benchmarks/write_records.py $(ARGS)
 
 architecture-docs: $(VENV)/.installed-dev ## pictures of docs/architecture.md, from the import contract
 	$(BIN)/python benchmarks/architecture_pictures.py

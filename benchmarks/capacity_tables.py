@@ -178,7 +178,7 @@ def mixtures(fits: Fits) -> str:
         "language",
         "head",
         "width",
-        "numbers a context",
+        "numbers per context",
         "output parameters",
         "width (and numbers) of a softmax of equal KL",
         "its output parameters",

@@ -104,17 +104,17 @@ def linear_case(tokens: int, features: int, classes: int) -> Case:
 FLOOR = "three matrix products alone"
 
 
-def three_products(hidden: Tensor, weight: Tensor, slab_bytes: int = 32 * 2**20) -> Products:
-    """Logits and the gradients of both factors, a slab of rows at a time, as the linear loss needs them."""
+def three_products(hidden: Tensor, weight: Tensor, chunk_bytes: int = 32 * 2**20) -> Products:
+    """Logits and the gradients of both factors, a chunk of rows at a time, as the linear loss needs them."""
     rows_Rd, weight_Vd = hidden.detach().flatten(0, -2), weight.detach()
-    step = max(1, slab_bytes // (4 * weight_Vd.shape[0]))
-    slab = torch.randn(step, weight_Vd.shape[0])
+    step = max(1, chunk_bytes // (4 * weight_Vd.shape[0]))
+    buffer = torch.randn(step, weight_Vd.shape[0])
     by_rows, by_weight = torch.empty_like(rows_Rd), torch.zeros_like(weight_Vd)
 
     def run() -> Tensor:
         for first in range(0, rows_Rd.shape[0], step):
             rows = rows_Rd[first : first + step]
-            logits = torch.mm(rows, weight_Vd.t(), out=slab[: rows.shape[0]])
+            logits = torch.mm(rows, weight_Vd.t(), out=buffer[: rows.shape[0]])
             torch.mm(logits, weight_Vd, out=by_rows[first : first + step])
             by_weight.addmm_(logits.t(), rows)
         return by_weight

@@ -65,15 +65,15 @@ def small_mixture(products: str, shape: tuple[int, int, int, int], target: str) 
 
 
 def large_mixture(
-    shape: tuple[int, int, int, int], slabs: tuple[float, float], lean: str, buffered: str, *, has_plain: bool
+    shape: tuple[int, int, int, int], chunks: tuple[float, float], lean: str, buffered: str, *, has_plain: bool
 ) -> Mixture:
-    """``slabs`` are MiB of logits at a time without the float32 buffer and with it, which takes twice the weight's."""
+    """``chunks`` are MiB of logits at a time without the float32 buffer and with it, which takes twice the weight's."""
     return Mixture(
         shape=shape,
         ways={
-            "lean": ("fast", slabs[0]),
-            "float32 buffer": ("buffered", slabs[1]),
-            "exact": ("exact", slabs[0]),
+            "lean": ("fast", chunks[0]),
+            "float32 buffer": ("buffered", chunks[1]),
+            "exact": ("exact", chunks[0]),
             "default": ("auto", None),
         },
         targets={"ours MoSS, lean": lean, "ours MoSS, float32 buffer": buffered},
@@ -144,7 +144,7 @@ def jobs(machine: Machine, peers: Peers, rounds: int) -> dict[str, Job]:
     }
     for few_tokens in (1, 64):
         found[f"decoding {few_tokens}"] = partial(decoding_step, machine, (few_tokens, 4, 2048, 128_256), rounds)
-    # Slabs of 512 MiB hold 8192 rows of 32,000 classes; fewer tokens would take less.
+    # Chunks of 512 MiB hold 8192 rows of 32,000 classes; fewer tokens would take less.
     tokens, classes = (2048, 4096, 8192, 16_384, 32_768), (32_000, 64_000, 96_000, 128_000, 256_000)
     few_rounds = rounds // 2
     found |= {

@@ -35,17 +35,17 @@ def logits_growth(machine: Machine, shapes: Sequence[tuple[int, int]], letter: s
 
 
 def linear_growth(
-    machine: Machine, shapes: Sequence[tuple[int, int, int]], letter: str, slab_mib: float, rounds: int
+    machine: Machine, shapes: Sequence[tuple[int, int, int]], letter: str, chunk_mib: float, rounds: int
 ) -> list[Measurement]:
     """Shapes are (N, d, V); the letter says which of them grows."""
 
     def step(shape: tuple[int, ...]) -> Step:
-        implementation = ours_linear("sigsoftmax", "fast", slab_mib)
+        implementation = ours_linear("sigsoftmax", "fast", chunk_mib)
         return step_of(implementation.loss, linear_problem(machine.device, *shape))
 
     sizes = _sizes(shapes, "NdV", letter)
     what = _fixed(shapes[0], "NdV", letter)
-    # A slab is whole rows, so its size changes a little from V to V; with N it must not.
+    # A chunk is whole rows, so its size changes a little from V to V; with N it must not.
     target = "linear, flat, <= 600 MiB" if letter == "N" else "linear, <= 600 MiB"
     name = f"time and memory as {letter} grows, linear cross-entropy, bf16, fast, {what}"
     return _growing(machine, name, sizes, step, rounds, target)

@@ -26,7 +26,7 @@ from torch import Tensor
 Shape = tuple[int, int, int]
 """N, d, V"""
 FLOOR = "three matrix products alone"
-SLABS_MIB = {"fast": 576, "large": 1000, "exact": 318, "buffered": 512}
+CHUNKS_OF_MODES_MIB = {"fast": 576, "large": 1000, "exact": 318, "buffered": 512}
 """Bytes of logits at a time in the modes of ours; what a user would pass as ``chunk_bytes``."""
 
 
@@ -37,36 +37,36 @@ def shape_text(shape: Shape) -> str:
 def ours() -> dict[str, Implementation]:
     """Every way to sum the weight's gradient, and what a user gets who says nothing."""
     return {
-        "ours sigsoftmax, fast": ours_linear("sigsoftmax", "fast", SLABS_MIB["fast"]),
-        "ours sigsoftmax, fast, 1 GiB": ours_linear("sigsoftmax", "fast", SLABS_MIB["large"]),
-        "ours sigsoftmax, exact": ours_linear("sigsoftmax", "exact", SLABS_MIB["exact"]),
-        "ours sigsoftmax, float32 buffer": ours_linear("sigsoftmax", "buffered", SLABS_MIB["buffered"]),
+        "ours sigsoftmax, fast": ours_linear("sigsoftmax", "fast", CHUNKS_OF_MODES_MIB["fast"]),
+        "ours sigsoftmax, fast, 1 GiB": ours_linear("sigsoftmax", "fast", CHUNKS_OF_MODES_MIB["large"]),
+        "ours sigsoftmax, exact": ours_linear("sigsoftmax", "exact", CHUNKS_OF_MODES_MIB["exact"]),
+        "ours sigsoftmax, float32 buffer": ours_linear("sigsoftmax", "buffered", CHUNKS_OF_MODES_MIB["buffered"]),
         "ours sigsoftmax, default": ours_linear("sigsoftmax"),
-        "ours softmax, fast": ours_linear("softmax", "fast", SLABS_MIB["fast"]),
+        "ours softmax, fast": ours_linear("softmax", "fast", CHUNKS_OF_MODES_MIB["fast"]),
         "ours softmax, default": ours_linear("softmax"),
     }
 
 
-def three_products(hidden: Tensor, weight: Tensor, slab_mib: float = 1024, passes: int = 1) -> Products:
-    """Logits and the gradients of both factors in the dtype of the hidden vectors, a slab of rows at a time.
+def three_products(hidden: Tensor, weight: Tensor, chunk_mib: float = 1024, passes: int = 1) -> Products:
+    """Logits and the gradients of both factors in the dtype of the hidden vectors, a chunk of rows at a time.
 
     The logits are computed in so many ``passes``: a loss that keeps none of them needs three, one for their sum and one
     for each gradient.
     """
     rows_Rd = hidden.detach().flatten(0, -2)
     weight_Vd = weight.detach().to(rows_Rd.dtype)
-    rows = max(1, int(slab_mib * MIB) // (weight_Vd.shape[0] * weight_Vd.element_size()))
-    # Slabs of equal size: a last one of a few rows would be a slow product.
+    rows = max(1, int(chunk_mib * MIB) // (weight_Vd.shape[0] * weight_Vd.element_size()))
+    # Chunks of equal size: a last one of a few rows would be a slow product.
     count = -(-rows_Rd.shape[0] // rows)
     rows = -(-rows_Rd.shape[0] // count)
-    slab = torch.randn(rows, weight_Vd.shape[0], device=weight.device).to(weight_Vd.dtype)
+    buffer = torch.randn(rows, weight_Vd.shape[0], device=weight.device).to(weight_Vd.dtype)
     by_weight, by_rows = torch.zeros_like(weight_Vd), torch.empty_like(rows_Rd)
 
     def run() -> Tensor:
         for first in range(0, rows_Rd.shape[0], rows):
             chunk = rows_Rd[first : first + rows]
             for _ in range(passes):
-                logits = torch.mm(chunk, weight_Vd.t(), out=slab[: chunk.shape[0]])
+                logits = torch.mm(chunk, weight_Vd.t(), out=buffer[: chunk.shape[0]])
             torch.mm(logits, weight_Vd, out=by_rows[first : first + rows])
             if first == 0:
                 torch.mm(logits.t(), chunk, out=by_weight)
@@ -201,7 +201,7 @@ def recomputing(machine: Machine, shape: Shape, rounds: int) -> list[Measurement
         "ours sigsoftmax": step_of(ours_linear("sigsoftmax").loss, problem),
     }
     case = gpu_case(
-        name=f"keeping a slab of logits, or none: in CUDA graphs, bf16, {shape_text(shape)}",
+        name=f"keeping a chunk of logits, or none: in CUDA graphs, bf16, {shape_text(shape)}",
         baseline=five,
         implementations={name: machine.captured(step) for name, step in steps.items()},
         targets={},
@@ -212,7 +212,7 @@ def recomputing(machine: Machine, shape: Shape, rounds: int) -> list[Measurement
 def beside_sigsoftmax(machine: Machine, shape: Shape, rounds: int) -> list[Measurement]:
     """softmax through our path and sigsoftmax alone, so that their ratio is taken within a round."""
     problem = linear_problem(machine.device, *shape)
-    losses = {f"ours {f}": ours_linear(f, "fast", SLABS_MIB["fast"]) for f in ("sigsoftmax", "softmax")}
+    losses = {f"ours {f}": ours_linear(f, "fast", CHUNKS_OF_MODES_MIB["fast"]) for f in ("sigsoftmax", "softmax")}
     steps = {name: step_of(loss.loss, problem) for name, loss in losses.items()}
     steps |= machine.graphs(steps)
     case = gpu_case(

@@ -136,16 +136,16 @@ def torch_linear_of(function: str, loss: Loss) -> Callable[[Problem], Tensor]:
     return lambda p: loss(function, p.hidden, p.weight, p.bias, p.target)
 
 
-def ours_linear(function: str, weight_gradient: str = "auto", slab_mib: float | None = None) -> Implementation:
-    options = _options(function, weight_gradient, slab_mib)
+def ours_linear(function: str, weight_gradient: str = "auto", chunk_mib: float | None = None) -> Implementation:
+    options = _options(function, weight_gradient, chunk_mib)
     return Implementation(
         function,
         lambda p: sigsoftmax.linear_cross_entropy(p.hidden, p.weight, p.target, linear_bias=p.bias, **options),
     )
 
 
-def ours_mixture(function: str, weight_gradient: str = "auto", slab_mib: float | None = None) -> Implementation:
-    options = _options(function, weight_gradient, slab_mib)
+def ours_mixture(function: str, weight_gradient: str = "auto", chunk_mib: float | None = None) -> Implementation:
+    options = _options(function, weight_gradient, chunk_mib)
     return Implementation(
         function,
         lambda p: sigsoftmax.mixture_cross_entropy(
@@ -154,8 +154,8 @@ def ours_mixture(function: str, weight_gradient: str = "auto", slab_mib: float |
     )
 
 
-def _options(function: str, weight_gradient: str, slab_mib: float | None) -> dict[str, Any]:
-    chunk_bytes = None if slab_mib is None else int(slab_mib * MIB)
+def _options(function: str, weight_gradient: str, chunk_mib: float | None) -> dict[str, Any]:
+    chunk_bytes = None if chunk_mib is None else int(chunk_mib * MIB)
     return {"function": function, "weight_gradient": weight_gradient, "chunk_bytes": chunk_bytes}
 
 

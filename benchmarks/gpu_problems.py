@@ -1,11 +1,11 @@
 """Inputs of the GPU benchmark, and the gradients that its losses should have.
 
-The truth is computed in float64 for all tokens and classes, a slab of tokens at a time. Beside it stands plain torch
+The truth is computed in float64 for all tokens and classes, a chunk of tokens at a time. Beside it stands plain torch
 with logits of the same dtype as the loss under test: rounded logits, float32 arithmetic on them, a rounded gradient of
-all logits, and one product over all tokens for the gradient of the weight. It is computed slab by slab too, which
+all logits, and one product over all tokens for the gradient of the weight. It is computed chunk by chunk too, which
 changes nothing but the memory it takes.
 
-Shapes: N tokens, K components, V classes, d features; n tokens of a slab.
+Shapes: N tokens, K components, V classes, d features; n tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEVIATIONS = (1.0, 3.0)
 """standard deviations of the logits at which gradients are judged"""
 PEAKS = (18.0, 15.0, 13.0, 12.0)
 """how far some classes of each token stand out where logits are peaked; the first one gets about 0.9 of the mass"""
-SLAB_BYTES = 2**30
+CHUNK_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def mixture_problem(
     )
 
 
-# --- gradients by slabs -------------------------------------------------------------------------------------------
+# --- gradients by chunks -------------------------------------------------------------------------------------------
 
 
 def log_g(function: str, logits: Tensor) -> Tensor:
@@ -146,11 +146,11 @@ def token_losses(function: str, logits: Tensor, prior: Tensor | None, target: Te
     return -torch.logsumexp(log_prior + log_f.gather(-1, index).squeeze(-1), -1)
 
 
-def _slabs(problem: Problem, element_size: int) -> Iterator[slice]:
+def _chunks(problem: Problem, element_size: int) -> Iterator[slice]:
     rows = problem.hidden[0].numel() // problem.hidden.shape[-1]
     classes = problem.hidden.shape[-1] if problem.weight is None else problem.weight.shape[0]
     tokens = problem.hidden.shape[0]
-    step = max(1, SLAB_BYTES // (rows * classes * element_size))
+    step = max(1, CHUNK_BYTES // (rows * classes * element_size))
     for first in range(0, tokens, step):
         yield slice(first, min(first + step, tokens))
 
@@ -158,7 +158,7 @@ def _slabs(problem: Problem, element_size: int) -> Iterator[slice]:
 def _by_logits(
     problem: Problem, function: str, logits: Tensor, span: slice, arithmetic: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the mean loss by the logits of a slab and by their prior."""
+    """Gradients of the mean loss by the logits of a chunk and by their prior."""
     logits = logits.detach().requires_grad_()
     prior = None if problem.prior is None else problem.prior[span].detach()
     if prior is not None:
@@ -174,12 +174,12 @@ def exact_gradients(problem: Problem, function: str) -> dict[str, Tensor]:
     """In float64."""
     found = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in problem.leaves.items()}
     if problem.weight is None:
-        for span in _slabs(problem, 8):
+        for span in _chunks(problem, 8):
             found["logits"][span], _ = _by_logits(problem, function, problem.hidden[span].double(), span, torch.float64)
         return found
     weight = problem.weight.detach().double()
     bias = None if problem.bias is None else problem.bias.detach().double()
-    for span in _slabs(problem, 8):
+    for span in _chunks(problem, 8):
         rows = problem.hidden[span].detach().double()
         by_logits, by_prior = _by_logits(problem, function, F.linear(rows, weight, bias), span, torch.float64)
         found["hidden"][span] = by_logits @ weight
@@ -197,7 +197,7 @@ def torch_gradients(problem: Problem, function: str) -> dict[str, Tensor]:
     arithmetic = torch.promote_types(problem.product_dtype, torch.float32)
     if problem.weight is None:
         by_logits = torch.empty_like(problem.hidden)
-        for span in _slabs(problem, 8):
+        for span in _chunks(problem, 8):
             by_logits[span], _ = _by_logits(problem, function, problem.hidden[span], span, arithmetic)
         return {"logits": by_logits}
     dtype = problem.product_dtype
@@ -205,7 +205,7 @@ def torch_gradients(problem: Problem, function: str) -> dict[str, Tensor]:
     bias = None if problem.bias is None else problem.bias.detach().to(dtype)
     by_logits = torch.empty((*hidden.shape[:-1], weight.shape[0]), dtype=dtype, device=hidden.device)
     priors = []
-    for span in _slabs(problem, 8):
+    for span in _chunks(problem, 8):
         by_logits[span], by_prior = _by_logits(
             problem, function, F.linear(hidden[span], weight, bias), span, arithmetic
         )

@@ -89,10 +89,17 @@ PEAKED = {
 
 
 FEATURES = (
-    ("other output functions", "write them", "write them", "softcap", "softcap", "six, and your own"),
+    ("other output functions", "write them", "write them", "softcap, sparsemax", "softcap", "six, and your own"),
     ("mixtures of them", "write them", "write them", "no", "no", "yes, in chunks"),
     ("Hugging Face models", "their own loss", "their own loss", "patch", "patch", "patch"),
-    ("vocabulary over processes", "of logits", "of logits", "of logits", "linear loss", "linear loss, mixtures"),
+    (
+        "vocabulary over processes",
+        "of logits",
+        "of logits",
+        "of logits, linear loss",
+        "linear loss",
+        "linear loss, mixtures",
+    ),
 )
 """what is not a number, in the order of the columns"""
 
@@ -108,8 +115,8 @@ def peers(suites: Suites) -> str:
         if case := suites.gpu.get(name):
             rows.append([title, *(cost_text(first_of(case, names)) for names in OTHERS.values()), _ours_text(case)])
     for title, name in (
-        ("gradient error, random logits", LINEAR),
-        ("gradient error, peaked logits", PEAKED[LINEAR]),
+        ("gradient error at d = 4,096, random logits", LINEAR),
+        ("gradient error at d = 4,096, peaked logits", PEAKED[LINEAR]),
     ):
         if case := suites.gpu.get(name):
             others = [error_text(first_of(case, of), is_measure=key == "torch") for key, of in OTHERS.items()]
@@ -123,8 +130,9 @@ def peers(suites: Suites) -> str:
 def _ours_text(case: CaseResult) -> str:
     shown = ours_of(case)
     text = f"**{cost_text(shown)}**"
+    text += f" ({_member(shown)})" if shown is not None and shown.implementation not in OURS else ""
     fast = first_of(case, ("ours softmax, fast",))
-    return f"{text}; fast mode {cost_text(fast)}" if fast else text
+    return f"{text}; fast mode, softmax: {cost_text(fast)}" if fast else text
 
 
 def place_text(where: Environment) -> str:
@@ -262,6 +270,26 @@ def _short(case: CaseResult) -> str:
     kind = "linear loss" if "linear" in case.name else "loss of logits"
     dtype = "bf16" if "bf16" in case.name else "float32"
     return f"{kind}, {dtype}, {sizes}"
+
+
+def cpu_members(suites: Suites) -> str:
+    """Which members take less time on a CPU than torch.compile's softmax, which more than plain torch's."""
+    cases = [case for case in suites.cpu.values() if len(_member_ratios(case)) > MEMBER_ROWS]
+    if not cases:
+        return NO_RECORDS
+    case = cases[-1]
+    softmax = {name: first_of(case, OTHERS[name]) for name in ("torch.compile", "torch")}
+    limits = {name: m.milliseconds for name, m in softmax.items() if m is not None}
+    own = case.by_name["ours softmax"].milliseconds
+    names = ("less time than torch.compile's softmax", "more than that and less than plain torch's", "more than either")
+    groups: dict[str, list[str]] = {name: [] for name in names}
+    for member, ratio in _member_ratios(case).items():
+        if "learned" in member:
+            continue
+        place = sum(ratio * own > limit for limit in limits.values())
+        groups[names[place]].append(f"`{member}`")
+    words = "; ".join(f"{name}: {', '.join(found)}" for name, found in groups.items() if found)
+    return f"- **A CPU with {case.environment.threads} threads**, {_short(case)}. Ours take {words}.\n"
 
 
 # --- several processes --------------------------------------------------------------------------------------------

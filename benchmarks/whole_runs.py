@@ -53,6 +53,10 @@ RANK_RULES = ("press32", "numpy32", "numpy64", "noise")
 """described in docs/analysis.md; ``noise`` counts what stands above the noise floor"""
 
 
+ONE_LINE = 13
+"""characters of a cell of the first table that is kept on one line"""
+
+
 class WholeRuns:
     """All records of the queue, as the report sees them."""
 
@@ -107,8 +111,11 @@ def first_table(runs: WholeRuns, *, is_short: bool = False) -> str:
         others = runs.variants("wikitext-2", head)
         rows += [_first_row(f"{head_label(head)}, WikiText-2", variant, "wikitext-2", head) for variant in others]
     header = ("output function", "epochs", "seeds", "static, ours", "paper", "dynamic, ours", "paper")
-    # Cells stay on one line, so that the table is as low as it can be.
-    kept = [[cell.replace(" ", NO_BREAK) if place else cell for place, cell in enumerate(row)] for row in rows]
+    # Short cells stay on one line, so that the table is low; the few long ones would make it too wide for a page.
+    kept = [
+        [cell.replace(" ", NO_BREAK) if place and len(cell) <= ONE_LINE else cell for place, cell in enumerate(row)]
+        for row in rows
+    ]
     return markdown_table(header, "lrrrrrr", kept) + "\n"
 
 
@@ -133,9 +140,9 @@ def line_heads(line: Line, corpus: str) -> set[str]:
 
 
 def paper_tables(runs: WholeRuns) -> str:
-    """Tables 1 to 5 with every cell of the paper, and ours under it; notes that they share stand under the last."""
+    """Tables 1 to 5 with every cell of the paper and ours under it; a note of several tables stands under the first."""
     blocks: list[str] = []
-    notes: list[str] = []
+    told: set[str] = set()
     for table in paper.TABLES:
         title = f"Table {table.number}. {table.title}"
         if table.stages:
@@ -143,9 +150,12 @@ def paper_tables(runs: WholeRuns) -> str:
             made = perplexity_table(table, table.corpus, title, own, runs.looks, missing=NOT_RUN)
         else:
             (made,) = spectra.tables(runs.material, runs.looks, missing=NOT_RUN)
-        blocks.append(f"### {title}\n\n{markdown_of(made, has_notes=False)}")
-        notes += [f"{plain_text(note)}\n" for note in made.notes]
-    return "\n".join([*blocks, *dict.fromkeys(notes)])
+        new = [text for text in map(plain_text, made.notes) if text not in told]
+        told |= set(new)
+        blocks.append(
+            "\n".join([f"### {title}\n\n{markdown_of(made, has_notes=False)}", *(f"{text}\n" for text in new)])
+        )
+    return "\n".join(blocks)
 
 
 def markdown_of(table: Table, *, has_notes: bool = True) -> str:

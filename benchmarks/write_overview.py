@@ -69,6 +69,7 @@ def parts(suites: Suites, records: Records) -> dict[str, Callable[[], str]]:
         "peers": lambda: overview.peers(suites),
         "peers-place": lambda: _place(suites),
         "verdicts": lambda: overview.verdicts(suites),
+        "cpu-members": lambda: overview.cpu_members(suites),
         "prices": lambda: overview.prices(suites),
         "exchange": lambda: overview.exchange(suites),
         "targets": lambda: overview.targets_met(suites),

@@ -20,7 +20,7 @@ import paper_queue
 import whole_run_findings
 import whole_run_pictures
 import whole_runs
-from whole_runs import RANK_HEADER, WholeRuns, rank_cells
+from whole_runs import RANK_HEADER, WholeRuns, rank_cells, seeds_text
 from write_docs import NO_RECORDS, rewritten
 
 from sigsoftmax.records import Environment, read
@@ -28,7 +28,7 @@ from sigsoftmax.records.published.paper import RANKS
 from sigsoftmax.records.published.references import ReferenceCurve, reference_curves
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRecord, EvaluationRecord
-from sigsoftmax.records.statistics import PairedDifference, student_quantile
+from sigsoftmax.records.statistics import LEAST_SEEDS, PairedDifference, student_quantile
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reproduction.md"
@@ -50,8 +50,9 @@ CONTROLS = {
 }
 """recipes that are compared with softmax under equal conditions, in the order of the table"""
 CONTROL_SEEDS, CONTROL_EPOCH = (141, 142, 143), 22
-CONTROL_ARITHMETICS = ("bf16, persistent", "bf16")
-"""heads are compared within one of these: that with the most runs on record, and of equals the first"""
+CONTROL_ARITHMETICS = {"bf16": "torch's", "bf16, persistent": "persistent"}
+"""heads are compared within one of these, which the table names by the kernels of the LSTM layers"""
+NO_RUN = "no run"
 
 Epochs = dict[int, EpochRecord]
 
@@ -221,7 +222,7 @@ def times(records: Records) -> str:
         )
     if not rows:
         return NO_RECORDS
-    header = ["recipe", "arithmetic", "device", "runs at once", "s an epoch", "s a model-epoch", "MiB a model"]
+    header = ["recipe", "arithmetic", "device", "runs at once", "s per epoch", "s per epoch and model", "MiB per model"]
     return table(header, rows)
 
 
@@ -245,45 +246,56 @@ def dynamic(records: Records) -> str:
     return table(["recipe", "seed", "split", "η", "λ", "tokens", "perplexity", "s", "device"], rows)
 
 
-def control_losses(records: Records) -> dict[str, dict[int, float]]:
-    """recipe -> seed -> validation loss after equally many epochs, in the arithmetic with the most runs on record."""
-    return max(
-        (
-            {
-                recipe: {
-                    seed: epochs[CONTROL_EPOCH].valid_loss
-                    for how, seed, epochs in records.of(recipe)
-                    if how == arithmetic and seed in CONTROL_SEEDS and CONTROL_EPOCH in epochs
-                }
-                for recipe in CONTROLS
-            }
-            for arithmetic in CONTROL_ARITHMETICS
-        ),
-        key=lambda found: sum(map(len, found.values())),
-    )
+def control_losses(records: Records, how: str, *, has_whole_runs: bool = False) -> dict[str, dict[int, float]]:
+    """recipe -> seed -> validation loss after equally many epochs, in one arithmetic.
+
+    The first epochs of a whole run stand in for a short run that is not on record: neither the learning rate nor
+    anything else in these epochs depends on how many will follow.
+    """
+    found = {
+        recipe: {
+            seed: epochs[CONTROL_EPOCH].valid_loss
+            for name, seed, epochs in records.of(recipe)
+            if name == how and seed in CONTROL_SEEDS and CONTROL_EPOCH in epochs
+        }
+        for recipe in CONTROLS
+    }
+    for variant in records.whole.corpora.get("ptb", ()) if has_whole_runs else ():
+        for seed in set(CONTROL_SEEDS) & variant.epochs.keys():
+            last = records.whole.curve(variant, "train", seed).get(CONTROL_EPOCH)
+            if variant.run.recipe in found and last is not None and arithmetic(last) == how:
+                found[variant.run.recipe].setdefault(seed, last.valid_loss)
+    return found
 
 
 def controls(records: Records) -> str:
     """Heads under equal conditions after equally many epochs, with paired differences from softmax."""
-    values = control_losses(records)
     rows = []
-    for recipe, words in CONTROLS.items():
-        found = values[recipe]
-        cells = [f"{math.exp(found[seed]):.2f}" if seed in found else "not yet run" for seed in CONTROL_SEEDS]
-        mean = f"{statistics.fmean(math.exp(loss) for loss in found.values()):.2f}" if found else ""
-        rows.append([words, *cells, mean, _paired(found, values["ptb-softmax"]) if recipe != "ptb-softmax" else ""])
-    header = ["head", *(f"seed {seed}" for seed in CONTROL_SEEDS), "mean", "difference from softmax, nats (95 %)"]
-    return table(header, rows)
+    for how, kernels in CONTROL_ARITHMETICS.items():
+        values = control_losses(records, how, has_whole_runs=True)
+        if not any(values.values()):
+            continue
+        for recipe, words in CONTROLS.items():
+            found = values[recipe]
+            cells = [f"{math.exp(found[seed]):.2f}" if seed in found else NO_RUN for seed in CONTROL_SEEDS]
+            mean = f"{statistics.fmean(math.exp(loss) for loss in found.values()):.2f}" if found else ""
+            mean += f" ({seeds_text(len(found))})" if 0 < len(found) < len(CONTROL_SEEDS) else ""
+            difference = _paired(found, values["ptb-softmax"]) if recipe != "ptb-softmax" else ""
+            rows.append([words, kernels, *cells, mean, difference])
+    if not rows:
+        return NO_RECORDS
+    seeds = (f"seed {seed}" for seed in CONTROL_SEEDS)
+    return table(["head", "LSTM kernels", *seeds, "mean", "difference from softmax, nats (95 %)"], rows)
 
 
 def _paired(own: Mapping[int, float], base: Mapping[int, float]) -> str:
-    """Mean difference of the losses over common seeds, with Student's interval."""
+    """Mean difference of the losses over common seeds, with Student's interval where there are enough of them."""
     pairs = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
     if not pairs:
         return ""
     mean = statistics.fmean(pairs)
-    if len(pairs) == 1:
-        return f"{mean:+.4f} (one seed)"
+    if len(pairs) < LEAST_SEEDS:
+        return f"{mean:+.4f} ({seeds_text(len(pairs))}: no interval)"
     half = student_quantile(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
     return f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f})"
 
@@ -316,7 +328,8 @@ def ranks(records: Records) -> str:
 
 def findings(records: Records) -> str:
     """What the whole runs say, with the lead of the short ones beside it."""
-    losses = control_losses(records)
+    short = [control_losses(records, how) for how in CONTROL_ARITHMETICS]
+    losses = max(short, key=lambda found: sum(map(len, found.values())))
     early = PairedDifference.of(losses["ptb-sigsoftmax"], losses["ptb-softmax"])
     return whole_run_findings.findings(records.whole, None if early is None else early.perplexity_change)
 

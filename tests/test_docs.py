@@ -219,7 +219,9 @@ def test_blocks_share_a_namespace_and_a_folder(run: Run, tmp_path: Path) -> None
 # --- what is generated ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["write_choosing", "write_reproduction", "write_overview", "write_transcripts"])
+@pytest.mark.parametrize(
+    "script", ["write_choosing", "write_records", "write_reproduction", "write_overview", "write_transcripts"]
+)
 def test_tables_are_what_the_records_give(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [script, "--check"])
     assert importlib.import_module(script).main() == 0
@@ -227,8 +229,9 @@ def test_tables_are_what_the_records_give(script: str, monkeypatch: pytest.Monke
 
 def test_every_generated_part_is_made_by_some_script() -> None:
     """A misspelt name would never be made anew."""
-    overview, choosing, reproduction, transcripts = (
-        importlib.import_module(f"write_{name}") for name in ("overview", "choosing", "reproduction", "transcripts")
+    overview, choosing, records_page, reproduction, transcripts = (
+        importlib.import_module(f"write_{name}")
+        for name in ("overview", "choosing", "records", "reproduction", "transcripts")
     )
     fits = importlib.import_module("capacity_tables").Fits({})
     suites = importlib.import_module("overview").Suites({}, {})
@@ -238,6 +241,7 @@ def test_every_generated_part_is_made_by_some_script() -> None:
         "docs/benchmarks.md": set(overview.parts(suites, records)),
         "docs/distributed.md": set(overview.parts(suites, records)),
         "docs/choosing.md": set(choosing.parts(fits, suites, records)),
+        "docs/records.md": set(records_page.PARTS),
         "docs/reproduction.md": set(reproduction.PARTS),
     }
     for transcript in transcripts.TRANSCRIPTS:

@@ -58,11 +58,11 @@ def plainly(problem: Problem, function: str, dtype: torch.dtype) -> dict[str, to
 
 
 @pytest.fixture
-def _small_slabs(monkeypatch):
-    monkeypatch.setattr(gpu_problems, "SLAB_BYTES", 2 * K * V * 8)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(gpu_problems, "CHUNK_BYTES", 2 * K * V * 8)
 
 
-@pytest.mark.usefixtures("_small_slabs")
+@pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", ["logits", "linear", "mixture"])
 def test_the_truth_is_the_gradient_in_float64(name, function):
@@ -74,11 +74,11 @@ def test_the_truth_is_the_gradient_in_float64(name, function):
         torch.testing.assert_close(gradient, expected[key], rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.usefixtures("_small_slabs")
+@pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", ["logits", "linear", "mixture"])
 def test_what_errors_are_relative_to_is_plain_torch(name, function):
-    """Slabs change its memory, not its result: it has no sums over slabs."""
+    """Chunks change its memory, not its result: it has no sums over chunks."""
     problem = problems(torch.float32)[name]
     dtype = problem.product_dtype
     found, expected = torch_gradients(problem, function), plainly(problem, function, dtype)

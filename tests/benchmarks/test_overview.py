@@ -91,9 +91,11 @@ def test_the_table_beside_peers_has_errors_on_random_and_on_peaked_logits() -> N
         )
 
     text = overview.peers(suites(rows(LINEAR, 1.0, 7.43), rows(PEAKED[LINEAR], 1.0, 0.34)))
-    assert row_of(text, "gradient error, random")[1:] == ["1", "–", "–", "7.43", "1.00"]
-    assert row_of(text, "gradient error, peaked")[1:] == ["1", "–", "–", "0.34", "1.00"]
+    assert row_of(text, "gradient error at d = 4,096, random")[1:] == ["1", "–", "–", "7.43", "1.00"]
+    assert row_of(text, "gradient error at d = 4,096, peaked")[1:] == ["1", "–", "–", "0.34", "1.00"]
     assert "| mixtures of them |" in text
+    # What was measured is another member than the others compute, which the cell says.
+    assert "**43.7 ms, 629 MiB** (sigsoftmax)" in row_of(text, "linear layer and loss, 8,192 x 4,096")[-1]
 
 
 def test_prices_are_ratios_to_our_own_softmax() -> None:
@@ -115,9 +117,20 @@ def test_prices_are_ratios_to_our_own_softmax() -> None:
     assert row_of(front, "`shifted_sigsoftmax`")[-2:] == ["–", "–"]
 
 
+def test_members_on_a_cpu_are_told_from_torch_and_its_compiler() -> None:
+    times = {"softmax": 1.0, "sigsoftmax": 1.3, "gss(k=0.2)": 2.4, "sigmoid": 3.1, "relu": 6.6, "softcap": 8.8}
+    rows = {f"ours {member}": (ratio * 80.0, 2.0) for member, ratio in times.items()}
+    baselines = {"torch softmax": (250.0, 500.0), "torch.compile softmax": (130.0, 0.0)}
+    found = case("cross-entropy of logits, N=2048 V=32000", **baselines, **rows)
+    text = overview.cpu_members(Suites({}, {found.name: found}))
+    assert "Ours take less time than torch.compile's softmax: `softmax`, `sigsoftmax`;" in text
+    assert "more than that and less than plain torch's: `gss(k=0.2)`, `sigmoid`;" in text
+    assert "more than either: `relu`, `softcap`." in text
+
+
 def test_without_records_the_tables_say_so() -> None:
     empty = Suites({}, {})
-    for part in (overview.peers, overview.verdicts, overview.prices, overview.targets_met):
+    for part in (overview.peers, overview.verdicts, overview.prices, overview.cpu_members, overview.targets_met):
         assert "No records" in part(empty)
     assert time_memory.panels(empty) == []
 

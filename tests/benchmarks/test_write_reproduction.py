@@ -60,18 +60,18 @@ def test_controls_are_paired_by_seed_and_missing_ones_say_so(tmp_path: Path) -> 
     ahead = [epoch("ptb-sigsoftmax", seed, (80.0 + place) / 1.02) for place, seed in enumerate(CONTROL_SEEDS)]
     early = epoch("ptb-gss-0", CONTROL_SEEDS[0], 300.0, number=1)
     text = write_reproduction.controls(read(tmp_path, *softmax, *ahead, early))
-    assert row_of(text, "softmax |")[1:5] == ["80.00", "81.00", "82.00", "81.00"]
+    assert row_of(text, "softmax |")[1:6] == ["persistent", "80.00", "81.00", "82.00", "81.00"]
     # The same ratio with every seed: the difference of losses does not vary.
     assert row_of(text, "sigsoftmax")[-1] == "-0.0198 (-0.0198 to -0.0198)"
-    assert row_of(text, "softmax(alpha=1.5)")[1:4] == ["not yet run"] * 3
+    assert row_of(text, "softmax(alpha=1.5)")[2:5] == ["no run"] * 3
     # A run that has not come so far does not count.
-    assert row_of(text, "gss(k=0)")[1:4] == ["not yet run"] * 3
+    assert row_of(text, "gss(k=0)")[2:5] == ["no run"] * 3
 
 
 def test_a_single_pair_has_no_interval(tmp_path: Path) -> None:
     seed = CONTROL_SEEDS[0]
     text = write_reproduction.controls(read(tmp_path, epoch("ptb-softmax", seed, 80.0), epoch("ptb-gss-0", seed, 82.0)))
-    assert row_of(text, "gss(k=0)")[-1] == "+0.0247 (one seed)"
+    assert row_of(text, "gss(k=0)")[-1] == "+0.0247 (1 seed: no interval)"
 
 
 def test_whole_runs_pass_the_gate_for_themselves(tmp_path: Path) -> None:
@@ -109,5 +109,27 @@ def test_heads_are_compared_within_one_arithmetic(tmp_path: Path) -> None:
     seed = CONTROL_SEEDS[0]
     older = [epoch(recipe, seed, 80.0, recurrence="") for recipe in ("ptb-softmax", "ptb-sigsoftmax")]
     text = write_reproduction.controls(read(tmp_path, *older, epoch("ptb-softmax", seed, 70.0)))
-    assert row_of(text, "softmax |")[1] == "80.00"
-    assert row_of(text, "sigsoftmax")[1] == "80.00"
+    rows = [row_of(line, "") for line in text.splitlines()[2:]]
+    assert [(row[1], row[2]) for row in rows if row[0] == "softmax"] == [("torch's", "80.00"), ("persistent", "70.00")]
+    assert [(row[1], row[2], row[-1]) for row in rows if row[0] == "sigsoftmax"] == [
+        ("torch's", "80.00", "+0.0000 (1 seed: no interval)"),
+        ("persistent", "no run", ""),
+    ]
+
+
+def test_the_first_epochs_of_whole_runs_stand_in_for_short_ones(tmp_path: Path) -> None:
+    first, second, _ = CONTROL_SEEDS
+    (tmp_path / "paper").mkdir()
+    read(
+        tmp_path / "paper",
+        *(epoch("ptb-softmax", seed, 90.0) for seed in (first, second)),
+        epoch("ptb-sigsoftmax", first, 79.0),
+        epoch("ptb-sigsoftmax", second, 79.0, recurrence=""),
+    )
+    records = read(tmp_path, epoch("ptb-softmax", first, 80.0))
+    text = write_reproduction.controls(records)
+    rows = {(row[0], row[1]): row[2:5] for row in (row_of(line, "") for line in text.splitlines()[2:])}
+    # A short run that is on record is shown; a whole run of other LSTM kernels is not mixed with these.
+    assert rows["softmax", "persistent"] == ["80.00", "90.00", "no run"]
+    assert rows["sigsoftmax", "persistent"] == ["79.00", "no run", "no run"]
+    assert rows["sigsoftmax", "torch's"] == ["no run", "79.00", "no run"]

@@ -77,7 +77,8 @@ class Comparison:
         if contexts := {record.contexts for record in self.records if record.contexts is not None}:
             notes.append(
                 f"Rank: singular values of the log-probabilities at {range_text(contexts)} test positions above the "
-                "paper's threshold, 0.5 sqrt(M + T + 1) sigma_max eps32."
+                "paper's threshold, 0.5 sqrt(M + T + 1) sigma_max eps32. Another threshold gives another rank, and no "
+                "rank tells the loss."
             )
         made = Table.of(self.ranking.heads, fields, caption="Perplexity and rank of the same heads", notes=notes)
         rates = {record.entropy_rate for record in self.records if record.entropy_rate is not None}

@@ -166,6 +166,11 @@ class Ranking:
         return {head: difference for head, difference in found.items() if difference is not None}
 
     @property
+    def longest(self) -> int:
+        """Epochs of the longest run; 0 where they are not on record."""
+        return max((epoch for head in self.heads for epoch in head.epochs.values()), default=0)
+
+    @property
     def extent(self) -> str:
         """The length of the runs, and the number of seeds."""
         epochs = [epoch for head in self.heads for epoch in head.epochs.values()]

@@ -14,7 +14,7 @@ from sigsoftmax.records.statistics import PairedDifference
 from sigsoftmax.report.number_text import NO_BREAK, interval_text, range_text, seconds_text
 from sigsoftmax.report.rankings import BASELINE, RankedHead, Ranking, percent_text
 
-__all__ = ["QUESTION", "verdict"]
+__all__ = ["QUESTION", "longer_runs", "verdict"]
 
 QUESTION = "Which head should I use?"
 CONTROL = "softmax(alpha=1.5)"
@@ -28,6 +28,28 @@ def verdict(ranking: Ranking) -> list[str]:
     found = [_answer(ranking), _seeds(ranking), _not_told_apart(ranking), _scale(ranking), _lengths(ranking)]
     found += [_not_finite(ranking), _price(ranking)]
     return [text for text in found if text]
+
+
+def longer_runs(ranking: Ranking, others: Sequence[Ranking]) -> str | None:
+    """What longer runs of the same text say of the best head and softmax; the longest of them speaks."""
+    best, baseline = ranking.heads[0], ranking.baseline
+    if baseline is None or best is baseline:
+        return None
+    longer = [r for r in others if r.subject[0] == ranking.subject[0] and r.longest > ranking.longest > 0]
+    for other in sorted(longer, key=lambda r: -r.longest):
+        heads = {head.head: head for head in other.heads if head.is_finite}
+        if not {best.head, BASELINE} <= heads.keys():
+            continue
+        found = other.difference(heads[best.head], heads[BASELINE])
+        if found is None:
+            continue
+        few = len(found.seeds)
+        unresolved = f"; {few} seed{'s resolve' if few > 1 else ' resolves'} nothing" if found.interval is None else ""
+        return (
+            f"Longer runs are on record ({', '.join(other.subject[1:])}; {other.extent}): there {best.label} is "
+            f"{_effect(found, heads[BASELINE])}{unresolved}."
+        )
+    return None
 
 
 # --- what the seeds resolve -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Slabs of more than 2^31 elements, on a GPU: indices that would not fit 32 bits.
+"""Chunks of logits of more than 2^31 elements, on a GPU: indices that would not fit 32 bits.
 
 Shapes: N tokens, V classes, d features.
 """

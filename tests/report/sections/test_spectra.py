@@ -9,6 +9,7 @@ from tests.report.sections.making import drawn, rows_of, section_of, table_of
 
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
 from sigsoftmax.records.schemas.spectra import Spectrum
+from sigsoftmax.records.schemas.training import EvaluationRecord
 from sigsoftmax.report.sections import spectra
 
 
@@ -100,3 +101,28 @@ def test_spectra_without_a_run_are_shown_by_their_words(tmp_path):
     assert [switch.label for switch in made.figures[0].legend] == ["matrix 1", "matrix 2", "empty"]
     assert rows_of(made.figures[0].table)[2][2] == "–"
     assert rows_of(table_of(made, "Bounds on a rank"))[0][4] == "exactly 2,049"
+
+
+def test_losses_stand_beside_ranks_where_they_are_on_record(tmp_path):
+    models = [*seeds_of("softmax", 400, (1, 2)), *seeds_of("sigsoftmax", 1300, (1, 2))]
+    losses = {("softmax", 1): 4.05, ("softmax", 2): 4.04, ("sigsoftmax", 1): 4.03}
+    evaluations = [
+        EvaluationRecord(
+            run=synthetic_runs.identity(head, seed, phase="finetune"),
+            split="test",
+            loss=loss,
+            tokens=82_429,
+            seconds=1.0,
+            batch=1,
+            loss_over_rows=loss,
+            epoch=500,
+        )
+        for (head, seed), loss in losses.items()
+    ]
+    made = section_of(spectra, [*models, *evaluations], tmp_path)
+    text = next(text for text in made.findings if "ranks are a matter of the threshold" in text)
+    assert "above the noise floor" in text
+    assert text.endswith("Losses in nats: softmax 4.040 to 4.050, sigsoftmax 4.030.")
+    table = made.figures[0].table
+    place = [column.title for column in table.columns].index("Loss (nats)")
+    assert sorted(row.texts[place] for row in table.rows) == ["4.030", "4.040", "4.050", "–"]

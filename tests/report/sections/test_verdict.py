@@ -181,3 +181,19 @@ def test_without_trained_heads_there_is_no_verdict(tmp_path):
     material = Material.of(load([path]))
     made = verdict.section(material, material.looks())
     assert made == Absent("Which head should I use?", "sigsoftmax compare --seeds 1,2,3")
+
+
+def test_longer_runs_of_the_same_text_speak_beside_the_answer(tmp_path):
+    """Two seeds of longer runs resolve nothing, but a reader must not be sent off by the short ones alone."""
+    short = [p for p in synthetic_runs.training(TWO_HEADS, epochs=3) if isinstance(p, EpochRecord)]
+    long = synthetic_runs.training({**TWO_HEADS, "sigsoftmax": (58.0, 1300)}, epochs=9)
+    long = [p for p in long if isinstance(p, EpochRecord) and p.run.seed != synthetic_runs.SEEDS[0]]
+    made = section_of(verdict, [*short, *changed(long, overrides=("training.epochs=9",))], tmp_path)
+    said = text_of(made)
+    (sentence,) = re.findall(r"Longer runs are on record .*?nothing\.", said)
+    assert "training.epochs=9" in sentence
+    assert "there sigsoftmax is" in sentence
+    assert "nats above softmax" in sentence
+    assert sentence.endswith("; 2 seeds resolve nothing.")
+    # The longer ones are not followed by a word on the shorter ones.
+    assert said.count("Longer runs are on record") == 1

@@ -43,7 +43,7 @@ class TensorBoard:
             "perplexity/training": math.exp(min(record.train_loss, 700.0)),
             "perplexity/validation": math.exp(min(record.valid_loss, 700.0)),
             "speed/tokens a second": progress.tokens_per_second,
-            "speed/seconds an epoch": record.seconds,
+            "speed/seconds per epoch": record.seconds,
         }
         for name, value in curves.items():
             writer.add_scalar(name, value, record.epoch)

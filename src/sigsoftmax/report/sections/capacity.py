@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from sigsoftmax.records import Environment
 from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.records.schemas.spectra import RULES
 from sigsoftmax.report.figures import (
     Axis,
     Choice,
@@ -191,8 +192,8 @@ def _rank_figure(
     return Figure(
         id=name,
         title="Singular values of log Q at a width",
-        summary=f"{language}. At width {selected} the measured ranks are: {ranks}. Lines end where rounding of float64 "
-        "begins.",
+        summary=f"{language}. At width {selected} the ranks by the paper's threshold are: {ranks}; other thresholds "
+        "and the KL stand in the data of the figure. Lines end where rounding of float64 begins.",
         x=Axis(title="index of the singular value", log=False),
         y=Axis(title="relative to the largest", log=True, settings={"exponentformat": "power"}),
         traces=traces,
@@ -224,14 +225,26 @@ def _table(results: Sequence[CapacityResult], looks: Looks, language: str) -> Ta
         "Numbers per context": lambda r: count_text(r.numbers_per_context),
         "Output parameters": lambda r: count_text(r.output_parameters),
         "Rank bound": lambda r: count_text(r.rank_bound),
-        "Rank": lambda r: count_text(r.rank),
+        "Rank, the paper's (Press, float32)": lambda r: count_text(r.rank),
+        "Rank, numpy's, float32": lambda r: count_text(_rank_by(r, "numpy32")),
+        "Rank, numpy's, float64": lambda r: count_text(_rank_by(r, "numpy64")),
         "KL of the fit (nats)": lambda r: number_text(r.fitted_kl),
         "Worst start": lambda r: number_text(r.worst_fitted_kl),
         "At most, in the limit": lambda r: "" if r.limit_kl is None else number_text(r.limit_kl),
         "Time": lambda r: seconds_text(r.seconds),
     }
     in_order = sorted(results, key=lambda r: (r.width, -r.fitted_kl))
-    return Table.of(in_order, fields, caption=f"Capacity: {language}")
+    note = (
+        "Ranks: singular values of the log-probabilities of the fit above a threshold. Fits are made in float64, whose "
+        "rounding lies below these thresholds."
+    )
+    return Table.of(in_order, fields, caption=f"Capacity: {language}", notes=[note])
+
+
+def _rank_by(result: CapacityResult, rule: str) -> int:
+    """Singular values above a threshold of ``RULES``."""
+    relative = RULES[rule].relative(result.words, result.contexts)
+    return sum(value > relative * result.singular_values[0] for value in result.singular_values)
 
 
 # --- the words ----------------------------------------------------------------------------------------------------
@@ -267,7 +280,7 @@ def _sigsoftmax(heads: Mapping[str, Sequence[CapacityResult]]) -> str | None:
         return None
     widths = f"{len(pairs)} width{'s' if len(pairs) > 1 else ''}"
     largest = max(map(abs, changes))
-    ranks = f"its numerical rank is up to {max(gains):.1f} times that of softmax"
+    ranks = f"its rank by the paper's threshold is up to {max(gains):.1f} times that of softmax"
     if largest < EQUAL:
         return (
             f"sigsoftmax reaches the same KL as softmax within {largest:.2%} at {widths}, although {ranks}: "
@@ -287,7 +300,7 @@ def _rank_beside_loss(results: Sequence[CapacityResult]) -> str | None:
     low, most = high[0], high[-1]
     return (
         "A higher rank does not by itself lower the loss: "
-        f"{len(high)} heads have full or almost full rank at width {low.width}, with KL from "
+        f"{len(high)} heads have full or almost full rank by the paper's threshold at width {low.width}, with KL from "
         f"{number_text(low.fitted_kl, 3)} ({head_label(low.head)}) to {number_text(most.fitted_kl, 3)} "
         f"({head_label(most.head)})."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.published import paper
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
 from sigsoftmax.records.schemas.spectra import RULES, RankBounds, Spectrum
+from sigsoftmax.records.schemas.training import RunIdentity
 from sigsoftmax.report.figures import Axis, Figure, Switch, Trace, line, threshold_line
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.material import Material, corpus_label, differing, setting_label, setting_parts
@@ -58,6 +59,8 @@ class Curve:
     """the name without the seed, for what is said of all seeds of a head; empty: the name"""
     setting: str = ""
     """what tells it from curves of the same head"""
+    loss: float | None = None
+    """of the same model on the same text, in nats, where it is on record"""
 
 
 def section(material: Material, looks: Looks) -> Section | Absent:
@@ -65,8 +68,9 @@ def section(material: Material, looks: Looks) -> Section | Absent:
         return Absent("Singular values and ranks", "sigsoftmax reproduce table3")
     figures: list[tuple[str, list[Curve], list[Environment]]] = []
     findings: list[str] = []
+    losses = {_evaluated(e.payload.run, e.payload.split): e.payload.loss for e in material.evaluations}
     for (corpus, split, *_), entries in grouped(material.model_spectra, lambda entry: _matrix(entry.payload)).items():
-        curves = _model_curves(entries, looks)
+        curves = _model_curves(entries, looks, losses)
         title = f"{sentence(corpus_label(corpus))}, {split}: singular values of the log-output matrix"
         figures.append((title, curves, [entry.environment for entry in entries]))
         for setting, same in grouped(curves, lambda curve: curve.setting).items():
@@ -101,11 +105,18 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     )
 
 
+def _evaluated(run: RunIdentity, split: str) -> Hashable:
+    """A model and a text: the same for its spectrum and its loss."""
+    return run.recipe, run.overrides, same_head(run.head), run.phase, run.precision, run.seed, run.corpus, split
+
+
 def _matrix(record: ModelSpectrum) -> tuple[str, str, int, int]:
     return record.run.corpus, record.split, record.spectrum.words, record.spectrum.contexts
 
 
-def _model_curves(entries: Sequence[Entry[ModelSpectrum]], looks: Looks) -> list[Curve]:
+def _model_curves(
+    entries: Sequence[Entry[ModelSpectrum]], looks: Looks, losses: Mapping[Hashable, float]
+) -> list[Curve]:
     runs = [entry.payload.run for entry in entries]
     settings = differing([(*setting_parts(run), PHASES.get(run.phase, run.phase)) for run in runs])
     texts = [", ".join(setting) for setting in settings]
@@ -118,7 +129,8 @@ def _model_curves(entries: Sequence[Entry[ModelSpectrum]], looks: Looks) -> list
         name = f"{group}, seed {run.seed}" if groups.count(group) > 1 else group
         place = list(dict.fromkeys(setting for _, setting in own[same_head(run.head)])).index(text)
         dash = DASHES[(DASHES.index(look.dash) + place) % len(DASHES)]
-        curves.append(Curve(name, Look(name, look.slot, dash, look.width), entry.payload.spectrum, group, text))
+        loss = losses.get(_evaluated(run, entry.payload.split))
+        curves.append(Curve(name, Look(name, look.slot, dash, look.width), entry.payload.spectrum, group, text, loss))
     return curves
 
 
@@ -242,6 +254,7 @@ def _ranks_table(caption: str, curves: Sequence[Curve]) -> Table:
     fields: Fields[Curve] = {
         Column("Matrix", "label"): lambda curve: Cell(curve.name, swatch(curve.look)),
         "Size": lambda curve: size(curve.spectrum),
+        **({"Loss (nats)": lambda curve: number_text(curve.loss)} if any(c.loss is not None for c in curves) else {}),
         **{f"Rank, {RULE_WORDS[rule]}": rank(rule) for rule in (*RULES, "noise")},
         "Stable rank": number(lambda s: s.stable_rank, 3),
         "Effective rank": number(lambda s: s.effective_rank, 3),
@@ -260,10 +273,12 @@ def _ranks_table(caption: str, curves: Sequence[Curve]) -> Table:
 
 
 def _findings(curves: Sequence[Curve], where: str) -> list[str]:
-    """The ranks by every threshold, where they depend on the threshold."""
-    groups = _by_group([curve for curve in curves if curve.spectrum.is_usable])
+    """The ranks by every threshold, where they depend on the threshold, with the losses of the models beside them."""
+    usable = [curve for curve in curves if curve.spectrum.is_usable]
+    groups = _by_group(usable)
     counted = {
-        rule: {name: range_text(s.count(rule).rank for s in found) for name, found in groups.items()} for rule in RULES
+        rule: {name: range_text(s.count(rule).rank for s in found) for name, found in groups.items()}
+        for rule in (*RULES, "noise")
     }
     known = {
         rule: ", ".join(f"{name} {ranks}" for name, ranks in found.items() if ranks != DASH)
@@ -271,9 +286,21 @@ def _findings(curves: Sequence[Curve], where: str) -> list[str]:
     }
     if len(set(filter(None, known.values()))) < 2:
         return []
-    parts = [f"{ranks} by {RULE_WORDS[rule]}" for rule, ranks in known.items() if ranks]
+    parts = [
+        f"{ranks} {'above the' if rule == 'noise' else 'by'} {RULE_WORDS[rule]}"
+        for rule, ranks in known.items()
+        if ranks
+    ]
     before = f"{where}: " if where else ""
-    return [sentence(f"{before}ranks are a matter of the threshold: {'; '.join(parts)}.")]
+    losses = grouped([curve for curve in usable if curve.loss is not None], lambda curve: curve.group or curve.name)
+    told = ", ".join(f"{name} {_losses_text([curve.loss or 0.0 for curve in own])}" for name, own in losses.items())
+    beside = f" Losses in nats: {told}." if told else ""
+    return [sentence(f"{before}ranks are a matter of the threshold: {'; '.join(parts)}.{beside}")]
+
+
+def _losses_text(losses: Sequence[float]) -> str:
+    low, high = number_text(min(losses)), number_text(max(losses))
+    return low if low == high else f"{low} to {high}"
 
 
 # --- table 3, bounds ----------------------------------------------------------------------------------------------
@@ -304,6 +331,7 @@ def tables(material: Material, looks: Looks, missing: str = "") -> list[Table]:
         rows=rows,
         notes=[
             "By the threshold of Press et al. with eps of float32. Several seeds: least to most.",
+            "A rank says little alone: other thresholds, the noise floor and the losses stand beside the spectra.",
             f"The paper's models are finetuned, its text is the test set. Source: {paper.PAPER}.",
         ],
     )

@@ -19,7 +19,7 @@ from sigsoftmax.report.rankings import RankedHead, Ranking
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant, collect
 from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.theme import Looks, same_head
-from sigsoftmax.report.verdicts import QUESTION, verdict
+from sigsoftmax.report.verdicts import QUESTION, longer_runs, verdict
 
 __all__ = ["rankings", "section"]
 
@@ -58,6 +58,13 @@ def section(material: Material, looks: Looks) -> Section | Absent:
     )
 
 
+def _sentences(ranking: Ranking, found: Sequence[Ranking]) -> list[str]:
+    """The verdict, and after its answer what longer runs say."""
+    answer, *bounds = verdict(ranking)
+    longer = longer_runs(ranking, found)
+    return [answer, *([longer] if longer else []), *bounds]
+
+
 def _several(found: Sequence[Ranking], looks: Looks) -> list[Block]:
     """Each ranking for itself, under what tells it from the others; then why they are apart."""
     names = [
@@ -68,7 +75,7 @@ def _several(found: Sequence[Ranking], looks: Looks) -> list[Block]:
         join(
             # A field of a recipe keeps its spelling.
             tag("h3", name if "=" in name.partition(",")[0] else sentence(name)),
-            tag("ul", [tag("li", text) for text in verdict(ranking)], class_="findings"),
+            tag("ul", [tag("li", text) for text in _sentences(ranking, found)], class_="findings"),
             ranking.table(looks).to_html(),
         )
         for name, ranking in zip(names, found, strict=True)
