@@ -1,5 +1,7 @@
 """Models that can be audited are told apart, opened and refused."""
 
+import zipfile
+
 import numpy as np
 import pytest
 import torch
@@ -150,6 +152,35 @@ def test_arrays_that_are_not_there_or_too_large(tmp_path):
     np.savez(tmp_path / "a.npz", H=H, W=W)
     with pytest.raises(ValueError, match=r"raise --memory"):
         open_arrays(str(tmp_path / "a.npz"), memory=1000)
+
+
+def test_a_small_archive_of_large_arrays_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    packed = tmp_path / "packed.npz"
+    np.savez_compressed(packed, H=np.zeros((30_000, 64)), W=W)
+    assert packed.stat().st_size < 100_000
+    claiming = tmp_path / "claiming.npz"
+    np.savez(claiming, H=H, W=W)
+    shape = str(H.shape).encode()
+    huge = b"(99999999, 9999999)"
+    with zipfile.ZipFile(claiming) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    # Room in the header is filled with blanks.
+    members["H.npy"] = members["H.npy"].replace(shape, huge).replace(b" " * (len(huge) - len(shape)), b"", 1)
+    with zipfile.ZipFile(claiming, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    monkeypatch.setattr(np, "load", lambda *_, **__: pytest.fail("unpacked"))
+    for path in (packed, claiming):
+        with pytest.raises(ValueError, match=r"holds .* GiB, and an audit within .* raise --memory"):
+            open_arrays(str(path), memory=2**23)
+
+
+def test_a_header_with_a_size_below_zero(tmp_path):
+    path = tmp_path / "p.npy"
+    np.save(path, np.ones((4, 5)))
+    path.write_bytes(path.read_bytes().replace(b"(4, 5), } ", b"(-4, 5), }"))
+    with pytest.raises(ValueError, match=r"p\.npy holds an array of shape \(-4, 5\)"):
+        open_matrix(str(path))
 
 
 def test_a_matrix(tmp_path):

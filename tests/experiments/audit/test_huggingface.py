@@ -174,6 +174,51 @@ def test_a_folder_that_is_no_model(tmp_path):
         open_model(str(tmp_path), memory=MEMORY)
 
 
+@pytest.mark.parametrize("opener", [lambda name: open_model(name, memory=MEMORY), open_head_only])
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"a":' + "[" * 100_000,
+        '{"model_type": "llama", "hidden_size": "x"}',
+        '{"model_type": "llama", "num_attention_heads": 0}',
+        '{"model_type": 3}',
+        '{"model_type": "sigsoftmax", "sigsoftmax": {"format": 1}}',
+        "[]",
+    ],
+)
+def test_a_configuration_that_holds_anything(tmp_path, opener, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"no model can be read from|is not a causal language model|has no output layer"
+    ):
+        opener(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no index of safetensors files"),
+        ("[" * 100_000, "is no index of safetensors files"),
+        ("[]", "is no index of safetensors files"),
+        ('{"weight_map": []}', "is no index of safetensors files"),
+        ('{"weight_map": {"lm_head.weight": 3}}', "is no index of safetensors files"),
+        ('{"weight_map": {"lm_head.weight": "../../other/m.safetensors"}}', "which is no file beside it"),
+    ],
+)
+def test_an_index_that_holds_anything(tmp_path, content, message):
+    folder = save_model("llama", tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        open_head_only(str(folder))
+
+
+def test_a_damaged_tokenizer(tmp_path):
+    folder = save_model("llama", tmp_path / "m")
+    (folder / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(ValueError, match=r"the tokenizer in .* cannot be read"):
+        open_model(str(folder), memory=MEMORY)
+
+
 def test_a_model_that_is_too_large(folders):
     with pytest.raises(ValueError, match=r"billion parameters, .* more than the .* GiB of --memory; raise it, or read"):
         open_model(str(folders["llama"]), memory=2000)

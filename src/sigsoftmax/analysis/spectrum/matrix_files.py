@@ -149,7 +149,7 @@ def _mapped(file: BinaryIO, stored: StoredMatrix, contexts_axis: int, truncated:
 
 
 def _check_matrix(path: Path, shape: tuple[int, ...]) -> None:
-    if len(shape) != 2 or 0 in shape:
+    if len(shape) != 2 or min(shape) < 1:
         raise ValueError(f"{path} holds an array of shape {shape}; expected a matrix with at least one row and column")
 
 
@@ -162,7 +162,7 @@ def _npy_header(path: Path, file: IO[bytes]) -> StoredMatrix:
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran_order, kind = read(file)
     except ValueError as error:
-        raise ValueError(f"{path} is not a .npy file, or is cut off in its header: {error}") from None
+        raise ValueError(f"{path} is not a .npy file, or is cut off in its header: {error!s:.200}") from None
     for dtype in (torch.float64, torch.float32, torch.float16):
         if kind.newbyteorder("=") == np.dtype(STORED_AS[dtype]):
             return StoredMatrix(path, file.tell(), shape, dtype, kind.newbyteorder("<") != kind, fortran_order)

@@ -8,6 +8,7 @@ Shapes: N contexts, V vocabulary, d width.
 
 from __future__ import annotations
 
+import math
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -231,20 +232,19 @@ def _by_role(path: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _read_arrays(path: Path, memory: int) -> Mapping[str, Tensor]:
     if not path.is_file():
         raise ValueError(f"no file at {path}; expected an .npz or .safetensors file with the arrays H, W and b")
-    size = path.stat().st_size
-    if size > memory // 2:
-        raise ValueError(
-            f"{path} holds {size / 2**30:.1f} GiB, and an audit within {memory / 2**30:.1f} GiB can hold half of "
-            "that; raise --memory, or store fewer contexts"
-        )
-    if path.suffix == ".npz":
+    if path.suffix != ".npz":
+        _check_fits(path, path.stat().st_size, memory)
+    else:
         try:
+            _check_fits(path, _unpacked_bytes(path), memory)
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(np.array(arrays[name])) for name in arrays.files}
+        except _TooLarge:
+            raise
         except (ValueError, EOFError, OSError, KeyError, zipfile.BadZipFile, TypeError) as error:
             if "allow_pickle" in str(error):
                 raise ValueError(f"{path} holds arrays of Python objects; store arrays of numbers") from None
-            raise ValueError(f"{path} cannot be read, it may be truncated ({error}); write it again") from None
+            raise ValueError(f"{path} cannot be read, it may be truncated ({error!s:.200}); write it again") from None
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -256,3 +256,36 @@ def _read_arrays(path: Path, memory: int) -> Mapping[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read, it may be truncated ({error}); write it again") from None
+
+
+class _TooLarge(ValueError):
+    """A file has more than the memory that an audit may use."""
+
+
+def _check_fits(path: Path, size: int, memory: int) -> None:
+    if size > memory // 2:
+        raise _TooLarge(
+            f"{path} holds {size / 2**30:.1f} GiB, and an audit within {memory / 2**30:.1f} GiB can hold half of "
+            "that; raise --memory, or store fewer contexts"
+        )
+
+
+def _unpacked_bytes(path: Path) -> int:
+    """The memory that the arrays of an archive take: a small file may be packed from anything, and say anything."""
+    total = 0
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            total += max(member.file_size, _claimed_bytes(archive, member))
+    return total
+
+
+def _claimed_bytes(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
+    """The bytes that numpy would allocate for a member, before it reads any."""
+    with archive.open(member) as file:
+        if file.read(6) != b"\x93NUMPY":
+            return 0
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, kind = read(file)
+    return math.prod(shape) * kind.itemsize

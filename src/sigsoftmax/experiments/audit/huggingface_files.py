@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, SigsoftmaxForCausalLM
+from sigsoftmax.records.envelope import from_plain
+from sigsoftmax.records.parsing import parse_json
 
 __all__ = ["ModelFiles", "quiet"]
 
@@ -31,7 +32,7 @@ class ModelFiles:
 
     def config(self) -> Any:
         kind = "folder" if Path(self.name).is_dir() else "name"
-        with self._explained(f"no model can be read from the {kind} {self.name!r}", OSError, ValueError):
+        with self._explained(f"no model can be read from the {kind} {self.name!r}"):
             return transformers.AutoConfig.from_pretrained(self.name, trust_remote_code=self.trust_remote_code)
 
     def skeleton(self, config: Any) -> Any:
@@ -40,7 +41,7 @@ class ModelFiles:
         if isinstance(config, SigsoftmaxConfig):
             build = SigsoftmaxForCausalLM._from_config
         message = f"{self.name} is not a causal language model, so it has no output layer over words"
-        with self._explained(message, ValueError, KeyError), torch.device("meta"):
+        with self._explained(message), torch.device("meta"):
             return build(config, trust_remote_code=self.trust_remote_code)
 
     def model(self, dtype: torch.dtype) -> tuple[Any, list[str]]:
@@ -49,7 +50,7 @@ class ModelFiles:
         options = {"dtype": dtype, "output_loading_info": True, "trust_remote_code": self.trust_remote_code}
         try:
             model, report = load(self.name, **options)
-        except (OSError, EOFError, RuntimeError, SafetensorError) as error:
+        except Exception as error:  # noqa: BLE001 - as in _explained
             raise ValueError(f"the weights of {self.name} cannot be read, a file may be truncated: {error}") from None
         return model, sorted(report["missing_keys"])
 
@@ -60,7 +61,7 @@ class ModelFiles:
             return None
         message = f"the tokenizer in {self.name} cannot be read"
         try:
-            with self._explained(message, OSError, ValueError, ImportError, owner=f"the tokenizer of {self.name}"):
+            with self._explained(message, owner=f"the tokenizer of {self.name}"):
                 return transformers.AutoTokenizer.from_pretrained(self.name, trust_remote_code=self.trust_remote_code)
         except _UnreadableError:
             if folder.is_dir():
@@ -71,7 +72,7 @@ class ModelFiles:
         """The one of these tensors that is stored, from safetensors files."""
         file, index = self._located("model.safetensors"), self._located("model.safetensors.index.json")
         if index is not None:
-            shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            shards = _shards_in(Path(index))
             file = next((self._located(shards[key]) for key in keys if key in shards), None)
         if file is None:
             raise ValueError(
@@ -90,22 +91,37 @@ class ModelFiles:
         return cached_file(self.name, file, _raise_exceptions_for_missing_entries=False)
 
     @contextlib.contextmanager
-    def _explained(self, message: str, *kinds: type[Exception], owner: str | None = None) -> Iterator[None]:
+    def _explained(self, message: str, *, owner: str | None = None) -> Iterator[None]:
         """Raise errors of transformers in words of ours, those about code that the model brings along first.
+
+        Files of others may hold anything, and transformers checks little of it before it computes with it.
 
         Left to itself, transformers asks the user at the terminal and runs it after a `y`; here it is told yes or no.
         """
         try:
             yield
-        except kinds as error:
+        except Exception as error:  # noqa: BLE001
             if "trust_remote_code" in str(error):
                 raise ValueError(
                     f"{owner or self.name} brings Python code of its own (its files name it under `auto_map`), and "
                     "code of others is not run unasked. Read that code; if you trust it, --trust-remote-code runs it "
                     "(in Python: trust_remote_code=True)"
                 ) from None
-            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+            first_line = f"{kind}{next(iter(str(error).strip().splitlines()), '')}" or type(error).__name__
             raise _UnreadableError(f"{message}: {first_line}") from None
+
+
+def _shards_in(index: Path) -> dict[str, str]:
+    """The file that each tensor is in, by an index of safetensors files, which may say anything."""
+    try:
+        shards: dict[str, str] = from_plain(dict[str, str], parse_json(index.read_bytes())["weight_map"], "weight_map")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files, it may be damaged: {error!s:.200}") from None
+    for file in shards.values():
+        if Path(file).name != file:
+            raise ValueError(f"{index} names {file!r:.80}, which is no file beside it; nothing else is read")
+    return shards
 
 
 class _UnreadableError(ValueError):

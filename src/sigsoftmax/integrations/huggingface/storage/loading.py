@@ -22,6 +22,7 @@ from sigsoftmax.integrations.huggingface.patching.apply import apply_output_func
 from sigsoftmax.integrations.huggingface.patching.mixture_head import completed
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched, patched_class
 from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
+from sigsoftmax.records.parsing import TOO_DEEP
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -45,6 +46,8 @@ def from_pretrained(
         settings = {}
         if not adapters.is_adapter(path, hub):
             raise
+    except RecursionError:
+        raise ValueError(f"the config.json of {path} cannot be read: {TOO_DEEP}") from None
     if not settings:
         if not adapters.is_adapter(path, hub):
             raise ValueError(f"{path} holds no config.json and no adapter_config.json, so there is no model in it")
