@@ -204,7 +204,10 @@ def test_half_precision_with_an_output_layer_in_float32():
     exact = tiny(dtype=torch.float64)
     model = apply_output_function(copy.deepcopy(exact).bfloat16(), "sigsoftmax").train()
     head = model.lm_head.float()
-    head.forward = lambda hidden: F.linear(hidden.float(), head.weight)  # as GRPO does
+    # As GRPO does, whose module tells that it changes the dtype of the product alone.
+    of_trl = {"__name__": "trl.trainer.grpo_trainer", "F": F, "head": head}
+    exec("def cast_forward_to_fp32(hidden):\n    return F.linear(hidden.float(), head.weight)", of_trl)
+    head.forward = of_trl["cast_forward_to_fp32"]
     add_fused_lm_head(model, cast_lm_head_to_fp32=True, outputs=("log_probs", "entropy"))
     ids, labels = example()
     output = model(input_ids=ids, labels=labels, fused_lm_head=True)
