@@ -42,6 +42,7 @@ PARSED_ONLY = {
         "trains three heads with three seeds for minutes",
     ],
     "docs/reproduction.md": ["downloads a corpus and trains for hours", "half an hour of one H200 each"],
+    "docs/serving.md": ["needs a GPU"],
     "docs/sweeps.md": [pages.WHOLE_PAGES["docs/sweeps.md"]] * 3,
 }
 
