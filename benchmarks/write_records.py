@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "records.md"
 FOLDERS = ("benchmarks/records", "results", "src/sigsoftmax/records/published")
 NOT_RECORDED = "not recorded"
+CHANGED = {"language_models.py alone": "the stage alone is called times now"}
+"""beginnings of recorded commands that are written otherwise since, and what is other"""
 
 
 @dataclass(frozen=True)
@@ -156,11 +158,21 @@ def _have(names: Sequence[str]) -> str:
 
 
 def commands(root: Path = ROOT) -> str:
-    """The commands as the records hold them, by file."""
+    """The commands as the records hold them, by file, from the folder of the project."""
     lines = []
     for name, environments in files(root):
-        lines += [f"# {name}", *dict.fromkeys(where.command or NOT_RECORDED for where in environments), ""]
-    return "```text\n" + "\n".join(lines[:-1]) + "\n```\n"
+        found = dict.fromkeys(_from_here(where.command) for where in environments)
+        lines += [f"# {name}", *found, ""]
+    return "```sh\n" + "\n".join(lines[:-1]) + "\n```\n"
+
+
+def _from_here(command: str) -> str:
+    if command in ("", NOT_RECORDED):
+        return f"# {NOT_RECORDED}"
+    script = command.partition(" ")[0]
+    here = f"python benchmarks/{command}" if script.endswith(".py") else command.removeprefix("python -m ")
+    changed = next((words for beginning, words in CHANGED.items() if command.startswith(beginning)), "")
+    return f"# {changed}: {here}" if changed else here
 
 
 PARTS = {"provenance": provenance, "without-commit": without_commit, "record-commands": commands}

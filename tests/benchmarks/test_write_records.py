@@ -60,6 +60,19 @@ def test_a_file_without_a_place_is_refused(tmp_path: Path) -> None:
         write_records.provenance(tmp_path)
 
 
+def test_commands_run_from_the_folder_of_the_project(tmp_path: Path) -> None:
+    written(tmp_path, KNOWN)
+    for name, command in (("a", "language_models.py float32"), ("b", "python -m sigsoftmax train x"), ("c", "")):
+        path = tmp_path / "results" / "paper" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        where = samples.environment(command, device="a GPU")
+        append(path, [Record.of(samples.measurement(suite="gpu", case="a case", implementation="one"), where)])
+    lines = write_records.commands(tmp_path).splitlines()
+    assert "python benchmarks/language_models.py float32" in lines
+    assert "sigsoftmax train x" in lines
+    assert "# not recorded" in lines
+
+
 def test_every_record_of_the_repository_has_an_environment() -> None:
     """The list reads them; a line that is no record would not be counted."""
     for name, environments in write_records.files(write_records.ROOT):

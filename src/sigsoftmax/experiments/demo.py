@@ -117,7 +117,8 @@ def table(results: Sequence[CapacityResult], width: int) -> str:
     rows = [header, second, *(_row(result, curve) for result in at_width(results, width))]
     notes = (
         "KL, in nats, is that of the best fit of the head itself; the worst start shows the optimiser's share.",
-        "Rank measured: singular values of log Q of that fit above 0.5 sqrt(M + N + 1) sigma_max eps32.",
+        "Rank measured: singular values of log Q of that fit above 0.5 sqrt(M + N + 1) sigma_max eps32. Another",
+        "threshold gives another rank; fits are made in float64, whose rounding lies below this one.",
     )
     return "\n".join([f"Width d = {width}", *ruled(rows, headings=2), *notes])
 
