@@ -52,6 +52,11 @@ class MemberSpec(NamedTuple):
         given = iter(tensors)
         return [scalar(value) if isinstance(value, float) else next(given) for value in self.values]
 
+    def flags(self, of_tensors: Sequence[bool]) -> list[bool]:
+        """A flag for each argument of the form, from those of the tensors: False for a fixed number."""
+        given = iter(of_tensors)
+        return [not isinstance(value, float) and next(given) for value in self.values]
+
 
 Member = tuple[MemberSpec, tuple[Tensor, ...]]
 """the specification of a member, and the tensors among the arguments of its form"""

@@ -10,13 +10,13 @@ chunk of logits.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from sigsoftmax.backends.blocked.logistic import (
     LARGEST_POWER,
+    LogisticProbabilities,
     LogisticRows,
     PowerRows,
     ShiftedExpRows,
@@ -33,28 +33,36 @@ from sigsoftmax.family.formulas import LOGISTIC, RELU, SOFTCAP, Form
 from sigsoftmax.family.properties import Properties
 
 
-def routines(form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool) -> RowRoutines:
-    """The fastest routines for a form. ``logits_like`` tells dtype, device and number of classes."""
+def routines(
+    form: Form, arguments: Sequence[Tensor], logits_like: Tensor, needs_arguments: bool, *, wanted: Sequence[bool]
+) -> RowRoutines:
+    """The fastest routines for a form. ``logits_like`` tells dtype, device and number of classes.
+
+    ``wanted`` tells for each argument whether its gradient is, where gradients of arguments are needed at all.
+    """
     properties = form.properties([constant(a) for a in arguments])
     # The hand-made passes take the row's highest logit for the one at which phi is largest.
     if form not in (LOGISTIC, RELU, SOFTCAP) or logits_like.device.type != "cpu" or not properties.is_increasing:
         return FormRows(form, arguments, logits_like, needs_arguments)
-    fast = None if needs_arguments else _fast_rows(form, properties)
-    if fast is not None:
-        return fast(arguments, logits_like)
-    slower = LogisticRows if form is LOGISTIC else functools.partial(FormRows, form)
-    return slower(arguments, logits_like, needs_arguments)
+    if form is LOGISTIC:
+        learned = tuple(needs_arguments and is_wanted for is_wanted in wanted)
+        return _logistic_rows(properties, learned)(arguments, logits_like, learned)
+    # Arguments of these forms are fixed.
+    if needs_arguments:
+        return FormRows(form, arguments, logits_like, needs_arguments)
+    return (ReluRows if form is RELU else SoftcapRows)(arguments, logits_like)
 
 
-def _fast_rows(form: Form, properties: Properties) -> Callable[[Sequence[Tensor], Tensor], RowRoutines] | None:
-    """The passes for fixed scalar arguments; None where there are none."""
-    if properties.is_softmax:
+def _logistic_rows(properties: Properties, learned: Sequence[bool]) -> type[LogisticProbabilities | LogisticRows]:
+    """The passes for known alpha and beta; those of the whole form where there are none."""
+    alpha, beta, c = properties.values
+    learns_alpha, learns_beta, learns_c = learned
+    if properties.is_softmax and not (learns_beta or learns_c):
         return SoftmaxRows
-    if None in properties.values:
-        return None
-    if form is not LOGISTIC:
-        return ReluRows if form is RELU else SoftcapRows
-    alpha, beta = (float(value or 0.0) for value in properties.values[:2])
-    special = {(1.0, 1.0): SigsoftmaxRows, (0.0, 1.0): SigmoidRows, (1.0, -1.0): ShiftedExpRows}
-    powers = PowerRows if alpha == 1.0 and abs(beta) <= LARGEST_POWER else None
-    return special.get((alpha, beta), powers)
+    if alpha is None or beta is None or learns_alpha:
+        return LogisticRows
+    if (alpha, beta) == (1.0, 1.0) and not learns_beta:
+        return SigsoftmaxRows
+    if c is not None and not any(learned) and (alpha, beta) in ((0.0, 1.0), (1.0, -1.0)):
+        return SigmoidRows if beta == 1.0 else ShiftedExpRows
+    return PowerRows if alpha == 1.0 and -1.0 < beta <= LARGEST_POWER else LogisticRows

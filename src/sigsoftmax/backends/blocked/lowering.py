@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from sigsoftmax.backends import blocked
 from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
 from sigsoftmax.backends.chunked.loss import ChunkedLoss
@@ -11,7 +13,10 @@ from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
 
 
 def lower_loss(problem: Problem[LossSpec]) -> LossPath | Refusal:
-    return ChunkedLoss(problem, blocked.routines, "rows in blocks by torch operations")
+    wanted = problem.spec.member.flags(problem.wanted.arguments)
+    return ChunkedLoss(
+        problem, functools.partial(blocked.routines, wanted=wanted), "rows in blocks by torch operations"
+    )
 
 
 def lower_log_probs(problem: Problem[LogProbsSpec]) -> LogProbsPath | Refusal:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sigsoftmax.backends.blocked.fast_rows import ProbabilityRows
 from sigsoftmax.backends.chunked.form_rows import FormRows
-from sigsoftmax.contract.rows import MASK, RowCoefficients
+from sigsoftmax.contract.rows import MASK
 from sigsoftmax.family.formulas import RELU
 
 SMALLEST_EPS = 1e-30
@@ -30,17 +30,17 @@ class ReluRows(ProbabilityRows):
         if not self.eps >= SMALLEST_EPS:
             self.limit = MASK
 
-    def _probabilities(self, z: Tensor, peak: Tensor, has_index: bool) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def _probabilities(self, z: Tensor, peak: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
         if z.numel() == 0 or not bool((peak < self.limit).all()) or not bool(z.amin() > MASK):
             return None
         self._positive = torch.clamp(z, min=0.0, out=self._buffer("positive", z))
         self._total = self._positive.sum(-1, keepdim=True) + z.shape[-1] * self.eps
         highest = torch.relu(peak) + self.eps
-        target = RELU.relative(self._z_y, peak, self.eps)[0] if has_index else None
+        target = RELU.relative(self._z_y, peak, self.eps)[0] if self._index is not None else None
         return highest.log(), (self._total / highest).log_(), target
 
-    def _by_normalizer(self, coefficients: RowCoefficients) -> tuple[Tensor, Tensor]:
-        return self._positive.sign_(), coefficients.normalizer.unsqueeze(-1) / self._total
+    def _slopes(self) -> tuple[Tensor, float]:
+        return self._positive.sign_(), 1.0
 
     def _target_slope(self) -> Tensor:
         return RELU.slope(self._z_y, self.eps)
