@@ -1,4 +1,4 @@
-"""sigsoftmax in Hugging Face transformers: one line gives a causal language model another output function.
+"""sigsoftmax in Hugging Face transformers: one line gives a language model another output function.
 
 >>> from transformers import AutoModelForCausalLM, LlamaConfig
 >>> sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -33,6 +33,9 @@ from sigsoftmax.integrations.huggingface.scoring import token_log_likelihoods
 from sigsoftmax.integrations.huggingface.storage.loading import (
     SigsoftmaxConfig,
     SigsoftmaxForCausalLM,
+    SigsoftmaxForMaskedLM,
+    SigsoftmaxForSeq2SeqLM,
+    SigsoftmaxForSpeechSeq2Seq,
     SigsoftmaxModel,
     from_pretrained,
     load_adapter,
@@ -44,6 +47,9 @@ __all__ = [
     "OutputFunctionLogitsProcessor",
     "SigsoftmaxConfig",
     "SigsoftmaxForCausalLM",
+    "SigsoftmaxForMaskedLM",
+    "SigsoftmaxForSeq2SeqLM",
+    "SigsoftmaxForSpeechSeq2Seq",
     "SigsoftmaxModel",
     "apply_output_function",
     "from_pretrained",

@@ -138,7 +138,7 @@ def test_models_that_compute_their_loss_themselves_are_refused():
 
 
 def test_what_is_no_language_model_is_refused():
-    with pytest.raises(ValueError, match="expected a causal language model of transformers, got Linear"):
+    with pytest.raises(ValueError, match="expected a language model of transformers, got Linear"):
         apply_output_function(nn.Linear(2, 2), "sigsoftmax")
     with pytest.raises(ValueError, match="patch the model first, then wrap or compile it"):
         apply_output_function(nn.DataParallel(tiny()), "sigsoftmax")

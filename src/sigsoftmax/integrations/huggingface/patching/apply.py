@@ -1,4 +1,4 @@
-"""Giving a causal language model of transformers another output function, and taking it away again.
+"""Giving a language model of transformers another output function, and taking it away again.
 
 A patched model is the same object, of a class that stands between it and its own class (``patched_model``).
 """
@@ -46,7 +46,7 @@ def language_model(model: Any) -> PreTrainedModel:
             f"a model wrapped in {type(model).__name__} cannot be patched; patch the model first, then wrap or compile "
             "it"
         )
-    raise ValueError(f"expected a causal language model of transformers, got {type(model).__name__}")
+    raise ValueError(f"expected a language model of transformers, got {type(model).__name__}")
 
 
 def apply_output_function(
@@ -60,7 +60,9 @@ def apply_output_function(
     weight_gradient: WeightGradient = "auto",
     backend: str | None = None,
 ) -> Model:
-    """Give a causal language model of transformers another output function, in place; returns the same model.
+    """Give a language model of transformers another output function, in place; returns the same model.
+
+    The model may be causal, masked, or an encoder-decoder model.
 
     ``function`` is a member of the family, such as ``"sigsoftmax"``, ``"gss(k=learned)"`` or ``"softmax"``, which keeps
     the probabilities and brings the loss that stores no logits. Left out, it is the one that the model's configuration

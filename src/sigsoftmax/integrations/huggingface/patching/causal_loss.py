@@ -1,4 +1,4 @@
-"""The training loss of a patched causal language model, as transformers defines it: labels shifted, tokens counted.
+"""The training loss of a patched language model, as transformers defines it: labels placed, tokens counted.
 
 Shapes: B sequences of L tokens, d features, V classes.
 """
@@ -8,16 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from sigsoftmax.contract.spec import WeightGradient, check_nonnegative
-from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
+from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, LinearMap
+from sigsoftmax.integrations.huggingface.patching.label_convention import IGNORED
 
 KeepLogits = Literal["eval", "always", "never"]
 Count = Tensor | int | None
-IGNORED = -100
-"""Label of tokens that do not count, as everywhere in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +53,6 @@ class CausalLossOptions:
         return {"chunk_bytes": self.chunk_bytes, "weight_gradient": self.weight_gradient, "backend": self.backend}
 
 
-def following_labels(labels_BL: Tensor | None, shifted_labels_BL: Tensor | None, ignore_index: int) -> Tensor:
-    """The label of the token that follows each position; nothing follows the last."""
-    if shifted_labels_BL is not None:
-        return shifted_labels_BL
-    if labels_BL is None:
-        raise ValueError("the loss needs labels or shift_labels, got neither")
-    return F.pad(labels_BL, (0, 1), value=ignore_index)[..., 1:]
-
-
 @dataclass(kw_only=True)
 class CausalLoss:
     """The loss of one call, computed from the input of the output layer or from logits that are stored anyway."""
@@ -71,7 +60,7 @@ class CausalLoss:
     head: HeadFunction
     options: CausalLossOptions
     targets_BL: Tensor
-    """The label of the token that follows each position."""
+    """The label that counts at each position (``label_convention``)."""
     count: Count = None
     """Tokens of all batches that a step accumulates; the sum of losses is divided by it. None: the mean."""
     ignore_index: int = IGNORED
@@ -81,7 +70,7 @@ class CausalLoss:
     loss: Tensor | None = None
     """The loss once it is computed."""
 
-    def of_hidden(self, layer: nn.Linear, hidden_BLd: Tensor) -> Tensor:
+    def of_hidden(self, layer: LinearMap, hidden_BLd: Tensor) -> Tensor:
         """The loss without storing logits."""
         self.check_shape(hidden_BLd)
         linear = self.head.linear(hidden_BLd, layer)

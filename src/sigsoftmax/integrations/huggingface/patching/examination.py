@@ -1,24 +1,43 @@
-"""Examination of a model by running it on two tokens: its output layer, and the scale and cap of its logits.
+"""Examination of a model by running it on a few tokens: its output layer, what it does to its logits, and its labels.
 
-Some models scale or cap their logits after the output layer, some cut them, some compute their loss themselves. What a
-class does is not written anywhere that all classes share, so the output of the layer is replaced by known numbers, and
-what arrives at the other end is looked at. This happens once, when the model is patched.
+Some models scale or cap their logits after the output layer, or add a bias to them, some cut them, some compute their
+loss themselves. What a class does is not written anywhere that all classes share, so the output of the layer is
+replaced by known numbers, and what arrives at the other end is looked at. This happens once, when the model is patched.
+
+Shapes: B sequences of L tokens, d features, V classes.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from sigsoftmax.integrations.huggingface.patching.model_state import evaluating, loss_function_set
-
-SATURATING = 59904.0
-"""Far beyond any cap, and representable in half precision."""
-PROBE = (SATURATING, 1.0, -2.0, 0.5, 8.0, -30.0, 0.0, 3.0)
+from sigsoftmax.integrations.huggingface.patching.label_convention import (
+    IGNORED,
+    LabelConvention,
+    is_encoder_decoder,
+)
+from sigsoftmax.integrations.huggingface.patching.trial_run import (
+    ATTENDED,
+    LABELS,
+    MODERATE_PROBES,
+    OTHER_PROBE,
+    PROBE,
+    SATURATING,
+    TrialRun,
+    takes_tokens,
+    trial_run,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +65,9 @@ class Examined:
     adjustment: LogitAdjustment = field(default_factory=LogitAdjustment)
     why_stored: str | None = None
     """Reason for which the loss needs stored logits; None if it can be computed from hidden vectors."""
-
-
-@dataclass
-class _Seen:
-    """Observations of one run."""
-
-    loss: float
-    returned_BLV: Tensor
-    to_loss: Tensor | None
-    labels_are_kept: bool
-    calls_of_layer: int
+    class_bias: str | None = None
+    """Name of the parameter or buffer, one number per class, that is added after the output layer."""
+    labels: LabelConvention = field(default_factory=LabelConvention)
 
 
 def output_layer(model: Any) -> Any:
@@ -115,88 +126,175 @@ def examine(model: Any) -> Examined:
     if any(tensor.is_meta for tensor in (layer.weight, *model.parameters())) and not hasattr(model, "hf_device_map"):
         raise ValueError(f"{name} has parameters on the meta device; load its weights before you patch it")
     if not hasattr(type(model), "loss_function") or "labels" not in inspect.signature(type(model).forward).parameters:
-        raise ValueError(f"{name} computes no loss of labels, so it is not a causal language model of transformers")
-    # Other numbers the second time, of another sum and norm: a term that depends on the logits then shows in the loss.
-    other_probe = tuple(0.25 * value for value in PROBE[::-1])
-    first, second = _run(model, layer, PROBE, loss=0.0), _run(model, layer, other_probe, loss=1.0)
-    if first.to_loss is None or abs(second.loss - first.loss - 1.0) > 1e-4:
-        raise ValueError(
-            f"{name} computes its training loss itself instead of by model.loss_function, or adds a term that depends "
-            "on its logits, so its output function cannot be replaced; use sigsoftmax.OutputLayer in a model of your "
-            "own, or switch that term off in its configuration"
+        raise ValueError(f"{name} computes no loss of labels, so it is not a language model of transformers")
+    convention = _label_convention(model, layer)
+    class_bias, is_added = _class_bias(model, layer)
+    with _zeroed(model, class_bias):
+        first, second = (
+            trial_run(model, layer, probe, loss=float(one)) for one, probe in enumerate((PROBE, OTHER_PROBE))
         )
+    if not convention.is_own_loss and abs((second.loss or 0.0) - (first.loss or 0.0) - 1.0) > 1e-4:
+        raise _refusal(model)
     adjustment = _adjustment(first.returned_BLV)
+    why_stored = _why_stored(layer, first, adjustment)
+    if class_bias is not None and not (is_added and adjustment == LogitAdjustment()):
+        why_stored = f"it changes its logits after its output layer with {class_bias}, in a way other than a sum"
     return Examined(
         num_classes=first.returned_BLV.shape[-1],
         adjustment=adjustment or LogitAdjustment(),
-        why_stored=_why_stored(layer, first, adjustment),
+        why_stored=why_stored,
+        class_bias=class_bias if is_added and why_stored is None else None,
+        labels=convention,
+    )
+
+
+def _refusal(model: Any, reason: str | None = None) -> ValueError:
+    reason = reason or (
+        "instead of by model.loss_function, and not as the cross-entropy of the label of each position, or it adds a "
+        "term that depends on its logits"
+    )
+    return ValueError(
+        f"{type(model).__name__} computes its training loss itself, {reason}, so its output function cannot be "
+        "replaced; use sigsoftmax.OutputLayer in a model of your own, or switch what it adds off in its configuration"
     )
 
 
 def probe_logits(model: Any) -> Tensor:
     """Logits (1, 2, V) that the model returns while its output layer gives known numbers."""
-    return _run(model, output_layer(model), PROBE, loss=0.0).returned_BLV
+    return trial_run(model, output_layer(model), PROBE, loss=0.0).returned_BLV
 
 
-def _why_stored(layer: Any, seen: _Seen, adjustment: LogitAdjustment | None) -> str | None:
+def _why_stored(layer: Any, seen: TrialRun, adjustment: LogitAdjustment | None) -> str | None:
     if linear_layer(layer) is None:
         return f"its output layer is {described_layer(layer)}, not a plain linear map"
-    if seen.calls_of_layer != 1:
-        return f"it calls its output layer {seen.calls_of_layer} times"
+    if len(seen.entered) != 1:
+        return f"it calls its output layer {len(seen.entered)} times"
     if adjustment is None:
         return "it changes its logits in a way other than a scale and a softcap"
-    assert seen.to_loss is not None
-    if seen.to_loss.shape != seen.returned_BLV.shape or not seen.labels_are_kept:
-        return "it changes its logits or its labels before the loss"
+    if seen.to_loss is not None:
+        logits, labels = seen.to_loss
+        kept = [torch.tensor(LABELS)[None], torch.tensor([label for label in LABELS if label != IGNORED])]
+        if logits.shape != seen.returned_BLV.shape or not any(torch.equal(labels.cpu(), one) for one in kept):
+            return "it changes its logits or its labels before the loss"
+    if seen.returned_BLV.shape[:-1] != seen.entered[0].shape[:-1]:
+        return "only some of the vectors that enter its output layer become logits"
     if seen.returned_BLV.shape[-1] != layer.weight.shape[0]:
         return f"it uses {seen.returned_BLV.shape[-1]} of the {layer.weight.shape[0]} rows of its output layer"
     return None
 
 
-def _run(model: Any, layer: nn.Module, probe: tuple[float, ...], *, loss: float) -> _Seen:
-    calls: list[tuple[Tensor, Tensor | None]] = []
-    layer_calls = 0
+# --- labels ---------------------------------------------------------------------------------------------------------
 
-    def known_numbers(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        nonlocal layer_calls
-        layer_calls += 1
-        row = torch.zeros(output.shape[-1], dtype=_widest_dtype(output.device))
-        row[: len(probe)] = torch.tensor(probe, dtype=row.dtype)[: len(row)]
-        return row.to(output.device).expand(output.shape).clone()
 
-    def recorded(logits: Tensor, labels: Tensor | None = None, *arguments: Any, **options: Any) -> Tensor:
-        calls.append((logits, labels))
-        return torch.full((), loss, device=logits.device)
+def _label_convention(model: Any, layer: nn.Module) -> LabelConvention:
+    """The use that a model makes of its labels, known by the loss that it computes of known numbers."""
+    runs = [trial_run(model, layer, probe) for probe in MODERATE_PROBES]
+    labelled = sum(label != IGNORED for label in LABELS)
+    entered = runs[0].entered
+    is_own = runs[0].to_loss is None
+    drops = bool(entered) and entered[0].shape[:-1] == (labelled,)
+    possible = []
+    for is_shifted in (True, False):
+        convention = LabelConvention(is_shifted=is_shifted, is_own_loss=is_own, drops_unlabelled=drops)
+        excess, other = (_excess(convention, seen) for seen in runs)
+        # A term that does not depend on logits, such as that of a router, stays what it is beside `loss_function`.
+        known = 0.0 if is_own or not entered else excess
+        if max(abs(excess - known), abs(other - known)) <= _tolerance(model):
+            possible.append(convention)
+    if len(possible) != 1:
+        raise _refusal(model)
+    if is_own:
+        _check_own_loss(model, layer, possible[0], runs[0])
+    return possible[0]
 
-    device = model.get_input_embeddings().weight.device
-    ids_BL = torch.zeros(1, 2, dtype=torch.long, device=model.device if device.type == "meta" else device)
-    labels_BL = torch.tensor([[1, 0]], device=ids_BL.device)
+
+def _excess(convention: LabelConvention, seen: TrialRun) -> float:
+    """The part of a loss that is not the cross-entropy of the labels; no number if these do not fit."""
+    logits = seen.returned_BLV if seen.to_loss is None else seen.to_loss[0].detach().cpu()
+    targets = convention.targets(torch.tensor([LABELS]), None, IGNORED)
+    if seen.loss is None or logits.shape[:-1].numel() != targets.numel():
+        return math.nan
+    return seen.loss - float(F.cross_entropy(logits.flatten(0, -2).double(), targets.flatten()))
+
+
+def _tolerance(model: Any) -> float:
+    """Rounding of a loss; a single label in the wrong place makes ten times as much of a difference and more."""
+    return 2e-2 if model.dtype in (torch.float16, torch.bfloat16) else 1e-3
+
+
+def _check_own_loss(model: Any, layer: nn.Module, convention: LabelConvention, seen: TrialRun) -> None:
+    """Refuse a model unless its loss is nothing but the cross-entropy of its logits, and can be computed without it.
+
+    Causal models that compute their loss are refused even if they do not shift labels: trainers believe that they do.
+    """
     accepted = inspect.signature(type(model).forward).parameters
-    options = {"use_cache": False} if "use_cache" in accepted else {}
-    with evaluating(model), loss_function_set(model, recorded), torch.no_grad():
-        handle = layer.register_forward_hook(known_numbers)
-        try:
-            output = model(input_ids=ids_BL, labels=labels_BL, return_dict=True, **options)
-        except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-            raise ValueError(
-                f"{type(model).__name__} could not be run on two tokens, which shows what it does with its logits: "
-                f"{error}"
-            ) from error
-        finally:
-            handle.remove()
-    to_loss, labels = calls[0] if calls else (None, None)
-    return _Seen(
-        loss=float(output.loss),
-        returned_BLV=output.logits.to(_widest_dtype(output.logits.device)).cpu(),
-        to_loss=to_loss,
-        labels_are_kept=labels is not None and torch.equal(labels, labels_BL),
-        calls_of_layer=layer_calls,
+    is_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", ""))) is ForCausalLMLoss and not is_encoder_decoder(
+        model
     )
+    if convention.is_shifted or is_causal:
+        raise _refusal(model)
+    if "output_router_logits" in accepted:
+        raise _refusal(model, "and can be asked to add the losses of its routers (output_router_logits)")
+    has_mask = "attention_mask" in accepted and takes_tokens(model)
+    mask_BL = torch.tensor([ATTENDED]) if has_mask else None
+    for one in (trial_run(model, layer, MODERATE_PROBES[0], mask_BL=mask_BL), trial_run(model, layer, None)):
+        if not abs(_excess(convention, one)) <= _tolerance(model) * max(1.0, one.loss or 0.0):
+            raise _refusal(model)
+    alone = trial_run(model, layer, MODERATE_PROBES[0], with_labels=False)
+    pairs = [(seen.returned_BLV, alone.returned_BLV), *zip(seen.entered, alone.entered, strict=False)]
+    if not all(one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in pairs):
+        raise ValueError(
+            f"{type(model).__name__} gives other logits when it is given labels than when it is given the decoder's "
+            "input that these stand for, so its loss cannot be computed in its place; use sigsoftmax.OutputLayer in a "
+            "model of your own"
+        )
 
 
-def _widest_dtype(device: torch.device) -> torch.dtype:
-    """Double precision where there is any, which shows a scale and a cap to the last digit in a model of any dtype."""
-    return torch.float32 if device.type == "mps" else torch.float64
+# --- a bias after the output layer ----------------------------------------------------------------------------------
+
+
+def _class_bias(model: Any, layer: Any) -> tuple[str | None, bool]:
+    """The parameter or buffer, one number per class, that changes logits after the layer; True if it is added."""
+    classes = probe_logits(model).shape[-1]
+    held = [*model.named_parameters(), *model.named_buffers()]
+    own = getattr(layer, "bias", None)
+    candidates = [
+        (name, tensor)
+        for name, tensor in held
+        if tensor.numel() == classes and tensor is not own and tensor.is_floating_point() and not tensor.is_meta
+    ]
+    for name, tensor in candidates:
+        others = (0.5 * (torch.arange(classes) % 8 - 3)).reshape(tensor.shape).to(tensor)
+        with _zeroed(model, name):
+            without = trial_run(model, layer, MODERATE_PROBES[0], loss=0.0).returned_BLV
+            with torch.no_grad():
+                tensor.copy_(others)
+            difference = trial_run(model, layer, MODERATE_PROBES[0], loss=0.0).returned_BLV - without
+        if bool(difference.any()):
+            return name, torch.allclose(difference, others.to(difference).expand_as(difference), atol=1e-4)
+    return None, False
+
+
+@contextmanager
+def _zeroed(model: Any, name: str | None) -> Iterator[None]:
+    """Let a parameter or buffer be zero, and give it back its numbers."""
+    if name is None:
+        yield
+        return
+    tensor = tensor_named(model, name)
+    kept = tensor.detach().clone()
+    try:
+        with torch.no_grad():
+            tensor.zero_()
+        yield
+    finally:
+        with torch.no_grad():
+            tensor.copy_(kept)
+
+
+def tensor_named(model: Any, name: str) -> Tensor:
+    """The parameter or buffer of that name in the state dict."""
+    return functools.reduce(getattr, name.split("."), model)
 
 
 def _adjustment(returned_BLV: Tensor) -> LogitAdjustment | None:

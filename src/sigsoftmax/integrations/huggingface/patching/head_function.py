@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from sigsoftmax.contract.statistics import TokenStatistics
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.integrations.huggingface.patching.examination import Examined, LogitAdjustment
+from sigsoftmax.integrations.huggingface.patching.label_convention import LabelConvention
 from sigsoftmax.layers.output_layer import FunctionModule
 from sigsoftmax.losses import functional
 from sigsoftmax.losses.token_statistics import linear_token_statistics
@@ -36,6 +37,16 @@ CHUNK_NUMBERS = 8 * 2**20
 def is_plain_softmax(function: OutputFunction) -> bool:
     """Tell whether phi is the identity and nothing of it is learned, so that logits mean what softmax makes of them."""
     return function.lasting_properties.affine_slope == 1.0
+
+
+class LinearMap(Protocol):
+    """What is used of an output layer."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
 
 
 class HeadFunction(FunctionModule):
@@ -127,7 +138,7 @@ class HeadFunction(FunctionModule):
         with float32_result(logits):
             return functional.cross_entropy(logits, targets, function=function, dim=-1, **options)
 
-    def linear(self, hidden: Tensor, layer: nn.Linear) -> LinearLogits:
+    def linear(self, hidden: Tensor, layer: LinearMap) -> LinearLogits:
         """The logits that the model makes of hidden vectors and its output layer; sharded parameters are gathered."""
         weight_Vd, bias_V = whole(layer.weight), whole(layer.bias)
         if weight_Vd.numel() == 0:
@@ -164,6 +175,8 @@ class HeadFunction(FunctionModule):
             "logit_scale": examined.adjustment.scale,
             "softcap": examined.adjustment.cap,
             "why_stored": examined.why_stored,
+            "class_bias": examined.class_bias,
+            "labels": dataclasses.asdict(examined.labels),
         }
 
     @classmethod
@@ -203,8 +216,13 @@ class HeadFunction(FunctionModule):
 
 def examined_in(stored: Mapping[str, Any]) -> Examined:
     """The examined model in what :meth:`HeadFunction.stored` wrote."""
-    adjustment = LogitAdjustment(scale=stored["logit_scale"], cap=stored["softcap"])
-    return Examined(num_classes=stored["num_classes"], adjustment=adjustment, why_stored=stored["why_stored"])
+    return Examined(
+        num_classes=stored["num_classes"],
+        adjustment=LogitAdjustment(scale=stored["logit_scale"], cap=stored["softcap"]),
+        why_stored=stored["why_stored"],
+        class_bias=stored.get("class_bias"),
+        labels=LabelConvention(**stored.get("labels", {})),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from sigsoftmax.integrations.huggingface.patching.examination import Examined
 from sigsoftmax.integrations.huggingface.patching.head_function import (
     HeadFunction,
     LinearLogits,
+    LinearMap,
     examined_in,
     float32_result,
     whole,
@@ -100,7 +101,7 @@ class MixtureHead(HeadFunction):
             )
         return super().cross_entropy(logits, targets, are_transformed=True, **options)
 
-    def linear(self, hidden: Tensor, layer: nn.Linear) -> MixtureLogits:
+    def linear(self, hidden: Tensor, layer: LinearMap) -> MixtureLogits:
         """The mixture of hidden vectors."""
         weight, bias = whole(self.latent_weight).to(hidden.dtype), whole(self.latent_bias)
         bias = None if bias is None else bias.to(hidden.dtype)

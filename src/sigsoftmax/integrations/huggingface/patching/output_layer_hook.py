@@ -1,4 +1,7 @@
-"""The hook before the output layer of a patched model, which computes losses and logits in place of it."""
+"""The hook before the output layer of a patched model, which computes losses and logits in place of it.
+
+Shapes: d features, V classes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 
 from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLoss
 from sigsoftmax.integrations.huggingface.patching.examination import linear_layer, output_layer
-from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
+from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, whole
 from sigsoftmax.integrations.huggingface.patching.model_state import remove_hook
 from sigsoftmax.integrations.huggingface.patching.product_conditions import why_not_product
 
@@ -29,16 +32,33 @@ class WaitingCall:
     """The loss to compute; None if none is asked for."""
     head: HeadFunction | None = None
     """The output function that makes logits of that input; None if no logits are to be stored."""
+    class_bias: Tensor | None = None
+    """A bias that the model adds after its output layer (``Examined.class_bias``)."""
     logits: Tensor | None = None
     """The logits once they are computed."""
     thread: int | None = None
     """The thread that makes this call; None in a compiled call."""
 
     def take(self, layer: nn.Linear, hidden: Tensor) -> None:
+        used = layer if self.class_bias is None else _with_bias(layer, self.class_bias)
         if self.loss is not None:
-            self.loss.loss = self.loss.of_hidden(layer, hidden)
+            self.loss.loss = self.loss.of_hidden(used, hidden)
         if self.head is not None:
-            self.logits = self.head.linear(hidden, layer).logits()
+            self.logits = self.head.linear(hidden, used).logits()
+
+
+@dataclass(frozen=True)
+class _WithBias:
+    """An output layer and the bias that the model adds after it, as one linear map."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+def _with_bias(layer: nn.Linear, class_bias: Tensor) -> _WithBias:
+    weight_Vd, own_V = whole(layer.weight), whole(layer.bias)
+    bias_V = whole(class_bias).reshape(-1).to(weight_Vd)
+    return _WithBias(weight_Vd, bias_V if own_V is None else own_V + bias_V)
 
 
 def serve_waiting_call(layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -1,7 +1,8 @@
 """The class of a patched model: its own forward pass, with the output function at its two ends.
 
 Without labels, ``.logits`` is phi of the model's logits. With labels, the loss takes the input of the output layer and
-computes logits a chunk at a time. A mixture takes that input for its logits, too. Everything between is the model's.
+computes logits a chunk at a time. A mixture takes that input for its logits, too. Everything between is the model's. A
+model that computes its loss itself is run without labels (``label_convention``).
 
 Shapes: B sequences of L tokens, d features, V classes.
 """
@@ -11,21 +12,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from sigsoftmax.integrations.huggingface.logits_processor import OutputFunctionLogitsProcessor
 from sigsoftmax.integrations.huggingface.patching import output_layer_hook, receipts
-from sigsoftmax.integrations.huggingface.patching.causal_loss import (
-    IGNORED,
-    CausalLoss,
-    CausalLossOptions,
-    Count,
-    following_labels,
-)
-from sigsoftmax.integrations.huggingface.patching.examination import Examined, linear_layer, output_layer
+from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLoss, CausalLossOptions, Count
+from sigsoftmax.integrations.huggingface.patching.examination import Examined, linear_layer, output_layer, tensor_named
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
+from sigsoftmax.integrations.huggingface.patching.label_convention import (
+    IGNORED,
+    LOSS_KEYWORDS,
+    DecoderInput,
+    decoder_input_of,
+    without_labels,
+)
 from sigsoftmax.integrations.huggingface.patching.mixture_head import restored_head
 from sigsoftmax.integrations.huggingface.patching.model_state import (
     empty_instance,
@@ -78,7 +81,7 @@ class PatchedModel:
         # Imported here: loading builds on this module.
         from sigsoftmax.integrations.huggingface.storage import loading
 
-        result = loading.SigsoftmaxForCausalLM.from_pretrained(name_or_path, config=config, **options)
+        result = loading.SavedModel.from_pretrained(name_or_path, config=config, **options)
         model = result[0] if isinstance(result, tuple) else result
         if not isinstance(model, cls):
             raise ValueError(
@@ -90,6 +93,12 @@ class PatchedModel:
     @property
     def examined(self) -> Examined:
         return self.output_function.examined
+
+    @property
+    def class_bias(self) -> Tensor | None:
+        """The bias that the model adds after its output layer."""
+        name = self.examined.class_bias
+        return None if name is None else tensor_named(self, name)
 
     @property
     def loss_function(self) -> Any:
@@ -144,7 +153,7 @@ class PatchedModel:
         return CausalLoss(
             head=self.output_function,
             options=self.loss_options,
-            targets_BL=following_labels(labels, shift_labels, ignore_index),
+            targets_BL=self.examined.labels.targets(labels, shift_labels, ignore_index),
             count=num_items_in_batch,
             ignore_index=ignore_index,
             by_token=self.scores is not None,
@@ -174,16 +183,6 @@ class PatchedModel:
     def peft_config(self) -> None:
         del self.__dict__["adapter_configs"]
 
-    def generate(self, *arguments: Any, **options: Any) -> Any:
-        processors = [*(options.get("logits_processor") or ()), *(x for x in arguments if isinstance(x, list))]
-        flat = [one for entry in processors for one in (entry if isinstance(entry, list) else [entry])]
-        if any(isinstance(one, OutputFunctionLogitsProcessor) for one in flat):
-            raise ValueError(
-                "the logits of this model hold its output function already, and OutputFunctionLogitsProcessor would "
-                "apply another; leave the processor out, or undo the patch with remove_output_function(model)"
-            )
-        return super().generate(*arguments, **options)  # type: ignore[misc]
-
     def resize_token_embeddings(self, *arguments: Any, **options: Any) -> Any:
         embeddings = super().resize_token_embeddings(*arguments, **options)  # type: ignore[misc]
         self.output_function.resize(output_layer(self).weight.shape[0])
@@ -202,31 +201,30 @@ class PatchedModel:
 def patched_class(own: Any) -> Any:
     """The class of a patched model; it keeps the name of ``own``, by which transformers knows what it is."""
     forward = inspect.unwrap(own.forward)
-    names = list(inspect.signature(forward).parameters)
-    labels_position = names.index("labels") - 1
+    kinds = inspect.signature(forward).parameters.values()
+    names = [one.name for one in kinds if one.kind is one.POSITIONAL_OR_KEYWORD][1:]
+    call = _OwnCall(own, names, decoder_input_of(own))
 
     @functools.wraps(own.forward)
     def patched_forward(self: Any, *arguments: Any, **options: Any) -> Any:
         if not is_patched(self):
             # The patch was removed, and somebody kept this method.
             return own.forward(self, *arguments, **options)
+        options = call.by_name(arguments, options)
         if options.pop("fused_lm_head", False):
-            return _fused_output(self, own, arguments, options)
-        labels = options.get("labels")
-        if labels is None and len(arguments) > labels_position:
-            labels = arguments[labels_position]
-        asked = options.pop("return_dict", None)
+            return _fused_output(self, call, options)
+        labels, asked = options.get("labels"), options.pop("return_dict", None)
         wants_tuple = not (getattr(self.config, "return_dict", True) if asked is None else asked)
         wants_logits = labels is None or wants_tuple or _stores_logits(self)
         layer = None
         if self.output_function.takes_hidden or not wants_logits:
             layer = output_layer_hook.layer_with_hook(self)
         if layer is None:
-            output = _own_output(self, own, arguments, options)
+            output = call.output(self, options)
             output["logits"] = self.output_function(output["logits"])
         else:
-            loss = None if labels is None else self.causal_loss(**{**options, "labels": labels})
-            output = _output_of_hidden(self, own, arguments, options, layer, loss, wants_logits=wants_logits)
+            loss = None if labels is None else self.causal_loss(**options)
+            output = _output_of_hidden(self, call, options, layer, loss, wants_logits=wants_logits)
         receipts.leave(self)
         return output.to_tuple() if wants_tuple else output
 
@@ -242,14 +240,63 @@ def patched_class(own: Any) -> Any:
         # A shift or an exponent keeps its digits when a model is loaded in half precision.
         "_keep_in_fp32_modules_strict": {*(own._keep_in_fp32_modules_strict or ()), "output_function"},
     }
+    if hasattr(own, "generate"):
+        attributes["generate"] = _generate
     kind: Any = type(own)
     return receipts.metaclass_for(kind)(own.__name__, (PatchedModel, own), attributes)
 
 
+def _generate(self: Any, *arguments: Any, **options: Any) -> Any:
+    """``generate`` of a patched model, which takes no processor that would act as an output function again."""
+    processors = [*(options.get("logits_processor") or ()), *(x for x in arguments if isinstance(x, list))]
+    flat = [one for entry in processors for one in (entry if isinstance(entry, list) else [entry])]
+    if any(isinstance(one, OutputFunctionLogitsProcessor) for one in flat):
+        raise ValueError(
+            "the logits of this model hold its output function already, and OutputFunctionLogitsProcessor would "
+            "apply another; leave the processor out, or undo the patch with remove_output_function(model)"
+        )
+    return super(PatchedModel, self).generate(*arguments, **options)
+
+
+@dataclass(frozen=True)
+class _OwnCall:
+    """Calls of the forward pass that a model's own class has."""
+
+    own: Any
+    names: list[str]
+    """Its arguments in order, without ``self``."""
+    decoder_input: DecoderInput | None
+
+    def by_name(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        if len(arguments) > len(self.names):
+            raise TypeError(
+                f"{self.own.__name__} takes {len(self.names)} arguments, got {len(arguments)}: {', '.join(self.names)}"
+            )
+        return {**dict(zip(self.names, arguments, strict=False)), **options}
+
+    def output(self, model: Any, options: dict[str, Any]) -> Any:
+        """The output of the model's own class; a loss in it must have come from ``loss_function``."""
+        labels = options.get("labels")
+        of_loss = {key: options[key] for key in LOSS_KEYWORDS if key in options}
+        is_own_loss = labels is not None and model.examined.labels.is_own_loss
+        if is_own_loss:
+            options = without_labels(model, options, self.names, self.decoder_input)
+        model.has_loss_of_function = False
+        with in_forward(model):
+            output = self.own.forward(model, return_dict=True, **options)
+            if is_own_loss:
+                loss = model.loss_function(output["logits"], labels, vocab_size=model.examined.num_classes, **of_loss)
+                # Made anew, since the order of the fields is that of the tuple.
+                output = type(output)(**{**output, "loss": loss})
+        if output.get("loss") is not None and not model.has_loss_of_function:
+            # Somebody replaced the forward pass of that class.
+            receipts.check_result(model, self.own.forward, output)
+        return output
+
+
 def _output_of_hidden(
     model: Any,
-    own: Any,
-    arguments: tuple[Any, ...],
+    call: _OwnCall,
     options: dict[str, Any],
     layer: nn.Linear,
     loss: CausalLoss | None,
@@ -257,19 +304,23 @@ def _output_of_hidden(
     wants_logits: bool,
 ) -> Any:
     """The output whose loss, logits or both are made of what enters the output layer."""
-    own_loss = getattr(model, "_loss_function", None) is None
-    call = WaitingCall(loss=loss if own_loss else None, head=model.output_function if wants_logits else None)
-    with output_layer_hook.waiting(model, layer, call):
-        output = _own_output(model, own, arguments, options)
+    waiting = WaitingCall(
+        loss=loss if getattr(model, "_loss_function", None) is None else None,
+        head=model.output_function if wants_logits else None,
+        class_bias=model.class_bias,
+    )
+    with output_layer_hook.waiting(model, layer, waiting):
+        output = call.output(model, options)
     if not wants_logits:
         # No logits rather than none of their rows: whoever needs them should hear of it at once.
         return without_logits(output)
-    if call.logits is None:
+    if waiting.logits is None:
+        forward = call.own.forward
         raise RuntimeError(
-            f"{receipts.described(own.forward)} gave logits without calling its output layer, so they are not those of "
-            f"{model.output_function.described()}. {receipts.remedy(own.forward)}"
+            f"{receipts.described(forward)} gave logits without calling its output layer, so they are not those of "
+            f"{model.output_function.described()}. {receipts.remedy(forward)}"
         )
-    output["logits"] = call.logits.to(output["logits"].dtype)
+    output["logits"] = waiting.logits.to(output["logits"].dtype)
     return output
 
 
@@ -278,33 +329,28 @@ def _stores_logits(model: Any) -> bool:
     return is_asked or model.examined.why_stored is not None or getattr(model, "_loss_function", None) is not None
 
 
-def _fused_output(model: Any, own: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _fused_output(model: Any, call: _OwnCall, options: dict[str, Any]) -> Any:
     """The output that TRL asks for with ``fused_lm_head=True``; see ``trl_fused_head``."""
+    if not model.examined.labels.is_shifted:
+        raise ValueError(
+            f"fused_lm_head=True scores the token after each position, and {type(model).__name__} is not a causal "
+            "model; leave the argument out"
+        )
     labels, shift_labels = options.pop("labels", None), options.pop("shift_labels", None)
     loss = FusedLoss.of_call(model, labels, shift_labels, options.pop("num_items_in_batch", None))
     # Whatever the options say about logits: nobody gets any here.
     layer = output_layer_hook.layer_with_hook(model) if model.examined.why_stored is None else None
-    with output_layer_hook.waiting(model, layer, WaitingCall(loss=loss)), loss_function_set(model, None):
+    waiting = WaitingCall(loss=loss, class_bias=model.class_bias)
+    with output_layer_hook.waiting(model, layer, waiting), loss_function_set(model, None):
         options = {**options, "use_cache": False, "labels": shift_labels if labels is None else labels}
-        output = _own_output(model, own, arguments, options)
+        output = call.output(model, options)
     if not loss.statistics:
         raise RuntimeError(
-            f"{receipts.described(own.forward)} computed a loss without its output layer and without "
-            f"model.loss_function, so nothing is known of single tokens. {receipts.remedy(own.forward)}"
+            f"{receipts.described(call.own.forward)} computed a loss without its output layer and without "
+            f"model.loss_function, so nothing is known of single tokens. {receipts.remedy(call.own.forward)}"
         )
     receipts.leave(model)
     return loss.answer(output, is_shifted=shift_labels is not None)
-
-
-def _own_output(model: Any, own: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The output of the model's own class; a loss in it must have come from ``loss_function``."""
-    model.has_loss_of_function = False
-    with in_forward(model):
-        output = own.forward(model, *arguments, return_dict=True, **options)
-    if output.get("loss") is not None and not model.has_loss_of_function:
-        # Somebody replaced the forward pass of that class.
-        receipts.check_result(model, own.forward, output)
-    return output
 
 
 def own_class(model: Any) -> Any:

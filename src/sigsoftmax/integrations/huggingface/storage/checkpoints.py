@@ -25,26 +25,30 @@ from torch import Tensor, nn
 
 from sigsoftmax.integrations.huggingface.patching import receipts
 from sigsoftmax.integrations.huggingface.patching.examination import names_of, output_layer
+from sigsoftmax.integrations.huggingface.patching.label_convention import LabelConvention
 from sigsoftmax.integrations.huggingface.patching.model_state import remove_hook
+from sigsoftmax.integrations.huggingface.storage.auto_classes import SAVED_AS, auto_classes_of
 from sigsoftmax.records.atomic_write import atomic_write
 
 KEY = "sigsoftmax"
 """The entry of a configuration that remembers the output function; also the model type of a guarded checkpoint."""
-FORMAT, MIXTURE_FORMAT = 1, 2
-"""The format of members, and that of mixtures, which versions that know members alone must refuse."""
+FORMAT, MIXTURE_FORMAT, LABELS_FORMAT = 1, 2, 3
+"""The format of members, that of mixtures, and that of models with another use of labels than causal ones, each of
+which versions that know less must refuse."""
 MODULE_FILE = "modeling_sigsoftmax.py"
-ARCHITECTURE = "SigsoftmaxForCausalLM"
-AUTO_MAP = {
-    "AutoConfig": "modeling_sigsoftmax.SigsoftmaxConfig",
-    "AutoModel": "modeling_sigsoftmax.SigsoftmaxModel",
-    "AutoModelForCausalLM": f"modeling_sigsoftmax.{ARCHITECTURE}",
-}
 MODULE_TEXT = '''"""This model has an output function other than softmax, and needs the package sigsoftmax to run.
 
 Loaded as a softmax model it would give wrong probabilities, so nothing but that package loads it.
 """
 
-from sigsoftmax.integrations.huggingface import SigsoftmaxConfig, SigsoftmaxForCausalLM, SigsoftmaxModel  # noqa: F401
+from sigsoftmax.integrations.huggingface import (  # noqa: F401
+    SigsoftmaxConfig,
+    SigsoftmaxForCausalLM,
+    SigsoftmaxForMaskedLM,
+    SigsoftmaxForSeq2SeqLM,
+    SigsoftmaxForSpeechSeq2Seq,
+    SigsoftmaxModel,
+)
 '''
 
 
@@ -74,10 +78,10 @@ def stored_in(config: Any) -> dict[str, Any]:
         raise ValueError(
             "the configuration remembers no output function; name one, as in apply_output_function(model, 'sigsoftmax')"
         )
-    if found.get("format") not in (FORMAT, MIXTURE_FORMAT):
+    if found.get("format") not in (FORMAT, MIXTURE_FORMAT, LABELS_FORMAT):
         raise ValueError(
             f"the output function is stored in format {found.get('format')!r}, but this version of sigsoftmax "
-            f"reads {FORMAT} and {MIXTURE_FORMAT}; install the version that wrote it, or a newer one"
+            f"reads {FORMAT} to {LABELS_FORMAT}; install the version that wrote it, or a newer one"
         )
     for name, kinds in FIELDS.items():
         if type(found.get(name)) not in kinds:
@@ -91,15 +95,17 @@ def stored_in(config: Any) -> dict[str, Any]:
 
 def remember(model: Any) -> None:
     """Write the output function of a patched model into its configuration."""
-    function = model.output_function
+    function, examined = model.output_function, model.examined
+    is_causal = examined.labels == LabelConvention() and examined.class_bias is None
     stored = {
-        "format": MIXTURE_FORMAT if function.takes_hidden else FORMAT,
+        "format": LABELS_FORMAT if not is_causal else MIXTURE_FORMAT if function.takes_hidden else FORMAT,
         **function.stored(),
         # The model type of the model's own configuration.
         "own_model_type": model.config.model_type,
         "architecture": type(model).__name__,
         # Parameters that are stored with the shape (1, V, d).
         "reshaped": [] if function.is_plain_softmax else names_of(model, output_layer(model).weight),
+        "auto_classes": auto_classes_of(model),
         # The `auto_map` of a model whose own code lies with it.
         "auto_map": None,
         "logit_settings": model.logit_settings,
@@ -200,7 +206,10 @@ def guard_configuration(folder: Path) -> None:
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     settings[KEY]["auto_map"] = settings.get("auto_map")
-    settings.update(model_type=KEY, architectures=[ARCHITECTURE], auto_map=AUTO_MAP)
+    saved_as = {name: SAVED_AS[name] for name in settings[KEY]["auto_classes"]}
+    names = {"AutoConfig": "SigsoftmaxConfig", "AutoModel": "SigsoftmaxModel", **saved_as}
+    auto_map = {name: f"{Path(MODULE_FILE).stem}.{saved}" for name, saved in names.items()}
+    settings.update(model_type=KEY, architectures=[next(iter(saved_as.values()))], auto_map=auto_map)
     with atomic_write(folder / MODULE_FILE) as file:
         file.write(MODULE_TEXT.encode())
     with atomic_write(path) as file:

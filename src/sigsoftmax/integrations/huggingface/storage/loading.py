@@ -1,7 +1,7 @@
 """Loading a model with its output function.
 
-Importing this module makes ``AutoConfig``, ``AutoModelForCausalLM`` and, for the model without its output layer,
-``AutoModel`` of transformers load such models, too.
+Importing this module makes ``AutoConfig``, the automatic classes of language models and, for the model without its
+output layer, ``AutoModel`` of transformers load such models, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -22,6 +22,7 @@ from sigsoftmax.integrations.huggingface.patching.apply import apply_output_func
 from sigsoftmax.integrations.huggingface.patching.mixture_head import completed
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched, patched_class
 from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
+from sigsoftmax.integrations.huggingface.storage.auto_classes import CAUSAL, SAVED_AS, auto_class_of_files
 from sigsoftmax.records.parsing import TOO_DEEP
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -30,11 +31,12 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "re
 def from_pretrained(
     name_or_path: str | os.PathLike[str], *, function: Function | Head | None = None, **options: Any
 ) -> Any:
-    """Load a causal language model with the output function that it was saved with.
+    """Load a language model with the output function that it was saved with.
 
     ``name_or_path`` is a folder or a name on the hub, of a model or of an adapter that belongs to one. ``options`` are
-    those of ``AutoModelForCausalLM.from_pretrained``. For a model that remembers no output function, ``function`` says
-    which one to apply. Code that a model brings along is run if ``trust_remote_code=True`` is given; nobody is asked.
+    those of ``from_pretrained`` of transformers' automatic classes. For a model that remembers no output function,
+    ``function`` says which one to apply. Code that a model brings along is run if ``trust_remote_code=True`` is given;
+    nobody is asked.
     """
     path = os.fspath(name_or_path)
     # Left out, it would make transformers ask at the terminal, and run the code after a `y`.
@@ -57,7 +59,7 @@ def from_pretrained(
             raise ValueError(
                 f"{path} remembers no output function; name one, as in from_pretrained({path!r}, function='sigsoftmax')"
             )
-        return apply_output_function(AutoModelForCausalLM.from_pretrained(path, **options), function)
+        return apply_output_function(_plain_model(path, settings, options), function)
     saved = checkpoints.stored_in(settings)["function"]
     if function is not None and str(completed(Head.parse(function, allow_options=True))) != saved:
         raise ValueError(
@@ -65,6 +67,11 @@ def from_pretrained(
             "another one to it afterwards if that is what you want"
         )
     return load_remembered(path, settings, **options)
+
+
+def _plain_model(path: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """A model without output function, by the automatic class for what it is."""
+    return getattr(transformers, auto_class_of_files(settings)).from_pretrained(path, **options)
 
 
 def _load_adapter_and_model(path: str, function: Function | Head | None, options: Mapping[str, Any]) -> Any:
@@ -89,7 +96,8 @@ def _load_adapter_and_model(path: str, function: Function | Head | None, options
             f"the adapter in {path} does not hold the values of {' and of '.join(unknown)}; train it with "
             f"modules_to_save=[{adapters.MODULE_NAME!r}], or save the patched model and train the adapter on that"
         )
-    model = AutoModelForCausalLM.from_pretrained(name, **options)
+    hub = {key: options[key] for key in HUB_OPTIONS if key in options}
+    model = _plain_model(name, PreTrainedConfig.get_config_dict(name, **hub)[0], options)
     patch(model, head)
     return adapters.put_on(model, path, config)
 
@@ -135,6 +143,7 @@ def own_classes(path: str, settings: Mapping[str, Any], *, trust_remote_code: bo
     """The configuration as the model's own class reads it, and that class."""
     stored = checkpoints.stored_in(settings)
     model_type, architecture, auto_map = stored["own_model_type"], stored["architecture"], stored["auto_map"]
+    auto_class = _auto_classes(stored)[0]
     config_class: Any
     own_class: Any
     own: dict[str, Any] = {**settings, "model_type": model_type, "architectures": [architecture]}
@@ -146,12 +155,12 @@ def own_classes(path: str, settings: Mapping[str, Any], *, trust_remote_code: bo
             )
         own["auto_map"] = dict(auto_map)
         config_class = get_class_from_dynamic_module(auto_map["AutoConfig"], path)
-        own_class = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], path)
-        own_class.register_for_auto_class("AutoModelForCausalLM")
+        own_class = get_class_from_dynamic_module(auto_map[auto_class], path)
+        own_class.register_for_auto_class(auto_class)
         config_class.register_for_auto_class()
     elif model_type in CONFIG_MAPPING:
         config_class = CONFIG_MAPPING[model_type]
-        listed = AutoModelForCausalLM._model_mapping.get(config_class, None)
+        listed = getattr(transformers, auto_class)._model_mapping.get(config_class, None)
         own_class = getattr(transformers, architecture, None) or listed
         is_model = isinstance(own_class, type) and issubclass(own_class, transformers.PreTrainedModel)
         if not is_model or (own_class is not listed and own_class.config_class is not config_class):
@@ -173,10 +182,17 @@ class SigsoftmaxConfig(PreTrainedConfig):
     model_type = checkpoints.KEY
 
 
-class SigsoftmaxForCausalLM:
-    """The class that ``AutoModelForCausalLM`` loads such a model with; the result is of the model's own, patched."""
+def _auto_classes(stored: Mapping[str, Any]) -> list[str]:
+    """The automatic classes that load a stored model; what was stored before there were others is causal."""
+    return stored.get("auto_classes", [CAUSAL])
+
+
+class SavedModel:
+    """The class that transformers loads such a model with; the result is of the model's own class, patched."""
 
     config_class = SigsoftmaxConfig
+    auto_class: str | None = None
+    """The automatic class that uses this one; None for any model."""
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, config: Any = None, **options: Any) -> Any:
@@ -189,11 +205,23 @@ class SigsoftmaxForCausalLM:
         options.pop("_from_auto", None)
         if config is None:
             return from_pretrained(name_or_path, **options)
-        return load_remembered(os.fspath(name_or_path), config.to_dict(), **options)
+        settings = config.to_dict()
+        cls._check(os.fspath(name_or_path), checkpoints.stored_in(settings))
+        return load_remembered(os.fspath(name_or_path), settings, **options)
+
+    @classmethod
+    def _check(cls, path: str, stored: Mapping[str, Any]) -> None:
+        known = _auto_classes(stored)
+        if cls.auto_class is not None and cls.auto_class not in known:
+            raise ValueError(
+                f"{path} holds a {stored['architecture']}, which {cls.auto_class} does not load; use {known[0]}, or "
+                "sigsoftmax.integrations.huggingface.from_pretrained, which finds the class itself"
+            )
 
     @classmethod
     def _from_config(cls, config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
-        """``AutoModelForCausalLM.from_config`` keeps the permission to itself: ask here for a model with own code."""
+        """``from_config`` of automatic classes keeps the permission to itself: ask here for a model with own code."""
+        cls._check(config.name_or_path or "the configuration", checkpoints.stored_in(config))
         own_config, own_class = own_classes(config.name_or_path, config.to_dict(), trust_remote_code=trust_remote_code)
         return patched_class(own_class)._from_config(own_config, **options)
 
@@ -202,20 +230,56 @@ class SigsoftmaxForCausalLM:
         """Do nothing: ``save_pretrained`` of the patched model writes what such a folder needs."""
 
 
-class SigsoftmaxModel(SigsoftmaxForCausalLM):
+class SigsoftmaxForCausalLM(SavedModel):
+    """The class that ``AutoModelForCausalLM`` loads with."""
+
+    auto_class = CAUSAL
+
+
+class SigsoftmaxForSeq2SeqLM(SavedModel):
+    """The class that ``AutoModelForSeq2SeqLM`` loads with."""
+
+    auto_class = "AutoModelForSeq2SeqLM"
+
+
+class SigsoftmaxForSpeechSeq2Seq(SavedModel):
+    """The class that ``AutoModelForSpeechSeq2Seq`` loads with."""
+
+    auto_class = "AutoModelForSpeechSeq2Seq"
+
+
+class SigsoftmaxForMaskedLM(SavedModel):
+    """The class that ``AutoModelForMaskedLM`` loads with."""
+
+    auto_class = "AutoModelForMaskedLM"
+
+
+class SigsoftmaxModel(SavedModel):
     """The class that ``AutoModel`` loads with: it gives the model below the output layer, without output function."""
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, **options: Any) -> Any:
         result = super().from_pretrained(name_or_path, **options)
-        return (result[0].base_model, result[1]) if isinstance(result, tuple) else result.base_model
+        return (_body(result[0]), result[1]) if isinstance(result, tuple) else _body(result)
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
-        return super()._from_config(config, **options).base_model
+        return _body(super()._from_config(config, **options))
+
+
+def _body(model: Any) -> Any:
+    """The model below the output layer."""
+    if model.base_model is model:
+        raise ValueError(
+            f"a {type(model).__name__} holds no model of its own below its output layer; load it with "
+            "sigsoftmax.integrations.huggingface.from_pretrained, and take its get_encoder() or get_decoder()"
+        )
+    return model.base_model
 
 
 AutoConfig.register(checkpoints.KEY, SigsoftmaxConfig, exist_ok=True)
-AutoModelForCausalLM.register(SigsoftmaxConfig, SigsoftmaxForCausalLM, exist_ok=True)
 AutoModel.register(SigsoftmaxConfig, SigsoftmaxModel, exist_ok=True)
+for _saved in (SigsoftmaxForCausalLM, SigsoftmaxForSeq2SeqLM, SigsoftmaxForSpeechSeq2Seq, SigsoftmaxForMaskedLM):
+    assert SAVED_AS[_saved.auto_class] == _saved.__name__
+    getattr(transformers, _saved.auto_class).register(SigsoftmaxConfig, _saved, exist_ok=True)
 adapters.explain_to_peft(even_if_not_imported=False)

@@ -9,6 +9,7 @@ Shapes: B sequences of L tokens, d features, V classes.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -20,6 +21,12 @@ from transformers import TrainerCallback
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.integrations.huggingface.patching.apply import Model, language_model, patch
 from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLossOptions
+from sigsoftmax.integrations.huggingface.patching.label_convention import (
+    IGNORED,
+    decoder_input_of,
+    is_encoder_decoder,
+    without_labels,
+)
 from sigsoftmax.integrations.huggingface.patching.model_state import evaluating
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched
 
@@ -32,8 +39,8 @@ MEMBER = "shifted_sigsoftmax"
 def smallest_logit(model: nn.Module, batches: Iterable[Batch]) -> float:
     """The smallest logit that a softmax model gives on some text, a sequence at a time.
 
-    A batch is a tensor of token ids (B, L), or the keywords of the model; positions that ``attention_mask`` leaves out
-    do not count.
+    A batch is a tensor of token ids (B, L), or the keywords of the model, for an encoder-decoder model with labels.
+    Positions that ``attention_mask`` leaves out do not count, nor do those of a decoder without a label.
     """
     inner: Any = language_model(model)
     if is_patched(inner) and not inner.output_function.is_plain_softmax:
@@ -43,18 +50,33 @@ def smallest_logit(model: nn.Module, batches: Iterable[Batch]) -> float:
     smallest = math.inf
     with evaluating(model), torch.no_grad():
         for batch in batches:
-            inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
-            inputs.pop("labels", None)
-            for row in range(inputs["input_ids"].shape[0]):
+            inputs, counts_BL = _without_labels(inner, {"input_ids": batch} if isinstance(batch, Tensor) else batch)
+            rows = next(x.shape[0] for x in inputs.values() if isinstance(x, Tensor))
+            for row in range(rows):
                 one = {key: x[row : row + 1] if isinstance(x, Tensor) else x for key, x in inputs.items()}
-                logits_LV = model(**one, use_cache=False).logits[0]
-                if (mask := one.get("attention_mask")) is not None:
-                    logits_LV = logits_LV[mask[0].bool()]
+                logits_LV = model(**one).logits[0]
+                if counts_BL is not None:
+                    logits_LV = logits_LV[counts_BL[row].bool()]
                 if logits_LV.numel():
                     smallest = min(smallest, float(logits_LV.min()))
     if smallest == math.inf:
         raise ValueError("batches held no token, so there is no smallest logit; pass some text that the model knows")
     return smallest
+
+
+def _without_labels(inner: Any, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+    """The keywords of a call that returns logits, and where these count; None if they count everywhere."""
+    kind, labels_BL = type(inner), batch.get("labels")
+    made_input = decoder_input_of(kind)
+    if is_encoder_decoder(inner) and labels_BL is None and "decoder_input_ids" not in batch:
+        raise ValueError(
+            f"{kind.__name__} is an encoder-decoder model: a batch must hold its keywords, such as input_ids, and "
+            "labels or decoder_input_ids"
+        )
+    inputs = without_labels(inner, {"labels": None, **batch}, inspect.signature(kind.forward).parameters, made_input)
+    if not is_encoder_decoder(inner):
+        return inputs, batch.get("attention_mask")
+    return inputs, batch.get("decoder_attention_mask") if labels_BL is None else labels_BL != IGNORED
 
 
 def shifted_start(model: nn.Module, batches: Iterable[Batch], *, bound: float = 1e-3) -> float:

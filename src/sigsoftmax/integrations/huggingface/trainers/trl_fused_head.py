@@ -18,18 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.tokens import entropy
-from sigsoftmax.integrations.huggingface.patching.causal_loss import (
-    IGNORED,
-    CausalLoss,
-    Count,
-    divided,
-    following_labels,
-)
-from sigsoftmax.integrations.huggingface.patching.head_function import LinearLogits
+from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLoss, Count, divided
+from sigsoftmax.integrations.huggingface.patching.head_function import LinearLogits, LinearMap
+from sigsoftmax.integrations.huggingface.patching.label_convention import IGNORED, following_labels
 
 FORWARD_OF_TRL = "add_fused_lm_head.<locals>._fused_forward"
 OUTPUTS_OF_TRL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -106,7 +101,7 @@ class FusedLoss(CausalLoss):
             fused_head=model.fused_head,
         )
 
-    def of_hidden(self, layer: nn.Linear, hidden_BLd: Tensor) -> Tensor:
+    def of_hidden(self, layer: LinearMap, hidden_BLd: Tensor) -> Tensor:
         self.check_shape(hidden_BLd)
         is_cast, device = self.fused_head.cast_lm_head_to_fp32, hidden_BLd.device
         with torch.autocast(device.type, enabled=False) if is_cast else nullcontext():
