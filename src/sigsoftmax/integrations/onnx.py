@@ -79,6 +79,11 @@ def _parts(module: nn.Module) -> tuple[nn.Module, tuple[tuple[Tensor, ...], ...]
         vectors = tuple((torch.randn(tokens, features).to(module.weight),) for tokens in (3, 7))
         return module, vectors, ["hidden"], "log_probs", ({0: any_size},)
     if hasattr(module, "get_output_embeddings") and hasattr(module, "config"):
+        if getattr(module.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"a {type(module).__name__} is an encoder and a decoder, and one graph from token ids to logits does "
+                "not hold both; export the patched model with a tool for such models: phi is part of its forward pass"
+            )
         device: Any = module.device
         ids = [torch.randint(2, size, device=device) for size in ((2, 5), (3, 9))]
         texts = tuple((ids_BL, torch.ones_like(ids_BL)) for ids_BL in ids)

@@ -221,7 +221,7 @@ def examined_in(stored: Mapping[str, Any]) -> Examined:
         adjustment=LogitAdjustment(scale=stored["logit_scale"], cap=stored["softcap"]),
         why_stored=stored["why_stored"],
         class_bias=stored.get("class_bias"),
-        labels=LabelConvention(**stored.get("labels", {})),
+        labels=LabelConvention.restored(stored.get("labels") or {}),
     )
 
 

@@ -11,8 +11,8 @@ Shapes: B sequences of L tokens.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +36,17 @@ class LabelConvention:
     """The model computes its loss itself instead of by ``model.loss_function``."""
     drops_unlabelled: bool = False
     """Only positions that have a label enter the output layer (ModernBERT's sparse prediction)."""
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any]) -> LabelConvention:
+        """The counterpart of ``dataclasses.asdict``."""
+        names = [field.name for field in fields(cls)]
+        if not all(name in names and type(value) is bool for name, value in stored.items()):
+            raise ValueError(
+                f"the use of labels in the configuration is damaged: expected {', '.join(names)}, each true or false, "
+                f"got {dict(stored)!r:.80}; restore the config.json that save_pretrained wrote"
+            )
+        return cls(**stored)
 
     def targets(self, labels_BL: Tensor | None, shifted_labels_BL: Tensor | None, ignore_index: int) -> Tensor:
         """The label that counts at each position that enters the output layer."""

@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -71,7 +71,7 @@ class PatchedModel:
         attach(self, restored_head(stored), CausalLossOptions())
         self.logit_settings = stored.get("logit_settings", self.logit_settings)
         if stored.pop(checkpoints.BEING_FILLED, False):
-            checkpoints.expect_stored_shapes(cast("nn.Module", self), stored["reshaped"])
+            checkpoints.expect_stored_shapes(self, stored["reshaped"])
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *, config: Any = None, **options: Any) -> Any:
@@ -182,6 +182,11 @@ class PatchedModel:
     @peft_config.deleter
     def peft_config(self) -> None:
         del self.__dict__["adapter_configs"]
+
+    def tie_weights(self, *arguments: Any, **options: Any) -> Any:
+        # transformers cuts the bias of a tied layer to the rows of its weight, and in the stored shape that has one.
+        checkpoints.restore_shapes(self)
+        return super().tie_weights(*arguments, **options)  # type: ignore[misc]
 
     def resize_token_embeddings(self, *arguments: Any, **options: Any) -> Any:
         embeddings = super().resize_token_embeddings(*arguments, **options)  # type: ignore[misc]

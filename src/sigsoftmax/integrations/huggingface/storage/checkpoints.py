@@ -64,6 +64,10 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "architecture": (str,),
     "reshaped": (list,),
     "auto_map": (dict, type(None)),
+    # What models lack that were stored before there were others than causal ones.
+    "class_bias": (str, type(None)),
+    "labels": (dict, type(None)),
+    "auto_classes": (list, type(None)),
 }
 """The types of what :func:`remember` writes; a configuration is a file of others."""
 
@@ -252,19 +256,23 @@ def _restore_shapes(model: nn.Module, state: dict[str, Tensor], prefix: str, *ot
             state[prefix + name] = stored.reshape(value.shape)
 
 
-def expect_stored_shapes(model: nn.Module, names: Iterable[str]) -> None:
+def expect_stored_shapes(model: Any, names: Iterable[str]) -> None:
     """Give parameters the shape in which they are stored, so that transformers can fill them."""
+    model.in_stored_shape = tuple(names)
     _replace_parameters(model, names, lambda stored: stored.unsqueeze(0))
 
 
-def restore_shapes(model: nn.Module, names: Iterable[str]) -> None:
-    """Undo :func:`expect_stored_shapes` on a model that has been filled."""
-    names = list(names)
+def restore_shapes(model: Any) -> None:
+    """Undo :func:`expect_stored_shapes` on a model that has been filled, unless that has happened."""
+    _replace_parameters(model, model.__dict__.pop("in_stored_shape", ()), lambda stored: stored.squeeze(0))
+
+
+def check_filled(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse a model whose output layer was left on another medium than a device."""
     if any(model.get_parameter(name).is_meta for name in names):
         raise ValueError(
             "the output layer of a model with an output function cannot be offloaded; give it a device in device_map"
         )
-    _replace_parameters(model, names, lambda stored: stored.squeeze(0))
 
 
 def _replace_parameters(model: nn.Module, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> None:

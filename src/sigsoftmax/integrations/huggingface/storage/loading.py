@@ -123,7 +123,8 @@ def load_remembered(path: str, settings: Mapping[str, Any], **options: Any) -> A
     checkpoints.stored_in(config)[checkpoints.BEING_FILLED] = True
     wants_report = options.pop("output_loading_info", False)
     model, report = patched_class(own_class).from_pretrained(path, config=config, output_loading_info=True, **options)
-    checkpoints.restore_shapes(model, stored["reshaped"])
+    checkpoints.restore_shapes(model)
+    checkpoints.check_filled(model, stored["reshaped"])
     model.output_function.freeze()
     lost = [key for key in report["missing_keys"] if key.startswith("output_function.")]
     if lost:
@@ -184,7 +185,7 @@ class SigsoftmaxConfig(PreTrainedConfig):
 
 def _auto_classes(stored: Mapping[str, Any]) -> list[str]:
     """The automatic classes that load a stored model; what was stored before there were others is causal."""
-    return stored.get("auto_classes", [CAUSAL])
+    return [name for name in stored.get("auto_classes") or () if name in SAVED_AS] or [CAUSAL]
 
 
 class SavedModel:
