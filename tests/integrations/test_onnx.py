@@ -196,3 +196,11 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
     with pytest.raises(ImportError, match=r"pip install '\.\[onnx\]' in the folder of sigsoftmax"):
         export_onnx(OutputLayer(8, 30), tmp_path / "layer.onnx")
+
+
+def test_an_encoder_and_a_decoder_are_not_one_graph(tmp_path):
+    pytest.importorskip("transformers")
+    from tests.integrations.huggingface.kinds import kind
+
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder and a decoder"):
+        export_onnx(kind("t5"), tmp_path / "t5.onnx")

@@ -132,6 +132,18 @@ def test_models_without_an_output_layer(folders, opener):
         opener(str(folders["classifier"]))
 
 
+@pytest.mark.parametrize("opener", [lambda name: open_model(name, memory=MEMORY), open_head_only])
+@pytest.mark.parametrize("name", ["t5", "bert"])
+def test_models_whose_contexts_are_not_those_of_a_text(tmp_path, name, opener):
+    from tests.integrations.huggingface.kinds import kind
+
+    from sigsoftmax.integrations.huggingface import apply_output_function
+
+    apply_output_function(kind(name), "sigsoftmax").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is not a causal language model.*which AutoModelForCausalLM does not load"):
+        opener(str(tmp_path))
+
+
 def test_parameters_that_the_files_lack(tmp_path):
     from safetensors.torch import load_file, save_file
 

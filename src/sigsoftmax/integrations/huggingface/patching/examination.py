@@ -129,7 +129,7 @@ def examine(model: Any) -> Examined:
         raise ValueError(f"{name} computes no loss of labels, so it is not a language model of transformers")
     convention = _label_convention(model, layer)
     class_bias, is_added = _class_bias(model, layer)
-    with _zeroed(model, class_bias):
+    with _zeroed(model, class_bias if is_added else None):
         first, second = (
             trial_run(model, layer, probe, loss=float(one)) for one, probe in enumerate((PROBE, OTHER_PROBE))
         )
@@ -254,15 +254,16 @@ def _check_own_loss(model: Any, layer: nn.Module, convention: LabelConvention, s
 
 
 def _class_bias(model: Any, layer: Any) -> tuple[str | None, bool]:
-    """The parameter or buffer, one number per class, that changes logits after the layer; True if it is added."""
+    """The parameter or buffer, one number per class, that changes logits after the layer; True if it is just added."""
     classes = probe_logits(model).shape[-1]
-    held = [*model.named_parameters(), *model.named_buffers()]
+    held = [one for one in (*model.named_parameters(), *model.named_buffers()) if one[1].ndim and not one[1].is_meta]
     own = getattr(layer, "bias", None)
     candidates = [
         (name, tensor)
         for name, tensor in held
-        if tensor.numel() == classes and tensor is not own and tensor.is_floating_point() and not tensor.is_meta
+        if tensor.numel() == classes == tensor.shape[-1] and tensor is not own and tensor.is_floating_point()
     ]
+    changing = []
     for name, tensor in candidates:
         others = (0.5 * (torch.arange(classes) % 8 - 3)).reshape(tensor.shape).to(tensor)
         with _zeroed(model, name):
@@ -271,8 +272,8 @@ def _class_bias(model: Any, layer: Any) -> tuple[str | None, bool]:
                 tensor.copy_(others)
             difference = trial_run(model, layer, MODERATE_PROBES[0], loss=0.0).returned_BLV - without
         if bool(difference.any()):
-            return name, torch.allclose(difference, others.to(difference).expand_as(difference), atol=1e-4)
-    return None, False
+            changing.append((name, torch.allclose(difference, others.to(difference).expand_as(difference), atol=1e-4)))
+    return changing[0] if len(changing) == 1 else (", ".join(name for name, _ in changing) or None, False)
 
 
 @contextmanager
