@@ -353,3 +353,6 @@ def test_full_messages_on_other_devices_are_asked_for_by_the_environment(monkeyp
     read: list[str] = []
     value_checks._require(elsewhere, lambda: read.append("message") or "the message")
     assert read == []
+    monkeypatch.setenv("SIGSOFTMAX_CHECK", "yes")
+    with pytest.raises(ValueError, match="SIGSOFTMAX_CHECK must be 1 or 0, got 'yes'"):
+        value_checks._require(elsewhere, lambda: "the message")

@@ -126,7 +126,13 @@ def is_recording() -> bool:
 
 def checks_values(device: torch.device) -> bool:
     """True if a bad value is reported by its message, rather than by an assert on the device."""
-    return device.type == "cpu" or os.environ.get(CHECK_VARIABLE) == "1"
+    return device.type == "cpu" or _asks_for_messages(os.environ.get(CHECK_VARIABLE, ""))
+
+
+def _asks_for_messages(value: str) -> bool:
+    if value not in ("", "0", "1"):
+        raise ValueError(f"the environment variable {CHECK_VARIABLE} must be 1 or 0, got {value!r}")
+    return value == "1"
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

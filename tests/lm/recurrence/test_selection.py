@@ -42,6 +42,9 @@ def test_a_hopper_gpu_runs_on_persistent_kernels(gpu):
 def test_an_environment_variable_asks_for_torch(gpu):
     gpu.setenv("SIGSOFTMAX_RECURRENCE", "torch")
     assert chosen() == Refusal("SIGSOFTMAX_RECURRENCE=torch was set")
+    gpu.setenv("SIGSOFTMAX_RECURRENCE", "Torch")
+    with pytest.raises(ValueError, match="SIGSOFTMAX_RECURRENCE must be torch, or not set, got 'Torch'"):
+        chosen()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -148,7 +148,9 @@ def _indexed(device: torch.device) -> torch.device:
 def _precision(dtype: torch.dtype, device: torch.device) -> PlanPrecision | Refusal:
     if device.type != "cuda" or torch.version.cuda is None:
         return Refusal(f"the layer is on {device}, not on an NVIDIA GPU")
-    if os.environ.get(SWITCH) == "torch":
+    if switch := os.environ.get(SWITCH):
+        if switch != "torch":
+            raise ValueError(f"the environment variable {SWITCH} must be torch, or not set, got {switch!r}")
         return Refusal(f"{SWITCH}=torch was set")
     if dtype == torch.bfloat16:
         return "bf16"

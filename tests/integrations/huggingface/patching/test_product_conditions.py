@@ -4,6 +4,7 @@ import copy
 import json
 import threading
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,16 @@ def test_a_hook_before_the_layer_counts_whenever_it_was_registered(function):
     evaluated = after.eval()(ids, labels=ids)
     torch.testing.assert_close(evaluated.loss, other, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(plain_loss(evaluated.logits, ids), other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [halved_by_a_hook, another_cap])
+def test_a_compiled_step_has_the_changes_that_were_there_when_it_was_compiled(change):
+    model, ids = apply_output_function(tiny("gemma2"), "sigsoftmax"), tokens()
+    change(model)
+    wanted = right_loss(model, ids)
+    with warnings.catch_warnings(action="ignore"):
+        loss = torch.compile(model.train(), backend="aot_eager")(ids, labels=ids).loss
+    torch.testing.assert_close(loss.detach(), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_mixture_cannot_be_computed_beside_a_hook():

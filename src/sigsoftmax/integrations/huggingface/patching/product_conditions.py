@@ -27,11 +27,14 @@ def why_not_product(model: Any, layer: Any) -> str | None:
     plain = linear_layer(layer)
     if plain is None:
         return f"its output layer is now {described_layer(layer)}, something other than a plain linear map"
-    if torch.compiler.is_compiling():
-        # The compiler looks at the code of a call; what else was changed is found in calls that are not compiled.
-        return None
     if plain.weight.is_meta:
         return "its output layer is offloaded, and its weight is there while the layer runs alone"
+    return _found_change(model, layer, plain)
+
+
+@torch.compiler.assume_constant_result
+def _found_change(model: Any, layer: nn.Module, plain: nn.Linear) -> str | None:
+    """A compiled call keeps what was found when it was compiled, as it keeps the hooks of that time."""
     # An adapter that trains a copy of the layer wraps it.
     step = _other_step(plain) or _other_step(layer)
     if step is not None:
