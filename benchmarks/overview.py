@@ -227,6 +227,18 @@ MEMBER_ROWS = 5
 """a case with at least so many members of ours besides softmax says what each costs"""
 
 
+OLDER_CPU = (
+    "The figures of the CPU were measured before its losses of relu, sigmoid, softcap and gss were made faster. "
+    "They are to be measured again."
+)
+"""under prices of an older version"""
+
+
+def has_older_cpu(suites: Suites) -> bool:
+    """Records of the CPU that name no commit are older than what makes members besides sigsoftmax fast there."""
+    return any(not case.environment.commit for case in suites.cpu.values())
+
+
 def price_columns(suites: Suites) -> dict[str, dict[str, float]]:
     """The time of each member divided by that of our own softmax, for every case that has enough members."""
     return {
@@ -248,7 +260,8 @@ def prices(suites: Suites) -> str:
         + [f"{ratios[member]:.2f}x" if member in ratios else "" for ratios in columns.values()]
         for member in members
     ]
-    return markdown_table(("output function", *columns), "l" + "r" * len(columns), rows) + "\n"
+    note = f"\n{OLDER_CPU}\n" if has_older_cpu(suites) else ""
+    return markdown_table(("output function", *columns), "l" + "r" * len(columns), rows) + f"\n{note}"
 
 
 def _member_ratios(case: CaseResult) -> dict[str, float]:
@@ -289,7 +302,8 @@ def cpu_members(suites: Suites) -> str:
         place = sum(ratio * own > limit for limit in limits.values())
         groups[names[place]].append(f"`{member}`")
     words = "; ".join(f"{name}: {', '.join(found)}" for name, found in groups.items() if found)
-    return f"- **A CPU with {case.environment.threads} threads**, {_short(case)}. Ours take {words}.\n"
+    note = f" {OLDER_CPU}" if has_older_cpu(suites) else ""
+    return f"- **A CPU with {case.environment.threads} threads**, {_short(case)}. Ours take {words}.{note}\n"
 
 
 # --- several processes --------------------------------------------------------------------------------------------

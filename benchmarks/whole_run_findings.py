@@ -385,9 +385,12 @@ def summary(runs: WholeRuns) -> str:
         for head, own in found.items():
             ranks = [range_text(_counts(own, rule)) for rule in ("press32", "numpy32", "noise")]
             losses = [math.log(value) for _, value in own if value is not None]
-            parts.append(
-                f"{head} has rank {ranks[0]} by the paper's threshold, {ranks[1]} by numpy's in float32 and {ranks[2]} "
-                f"above the noise floor" + (f", at a test loss of {_nats_text(losses)} nats" if losses else "")
+            named = (
+                f"rank {ranks[0]} by the paper's threshold, {ranks[1]} by numpy's in float32 and {ranks[2]} above the "
+                "noise floor"
+                if not parts
+                else f"{ranks[0]}, {ranks[1]} and {ranks[2]}"
             )
+            parts.append(f"{head} has {named}" + (f", at a test loss of {_nats_text(losses)} nats" if losses else ""))
         lines.append(f"- {sentence('; '.join(parts))} (noise floor: {floor:.0e} of the largest singular value).")
     return "".join(f"{line}\n" for line in lines)

@@ -49,7 +49,9 @@ def members(suites: Suites) -> str:
         if member.form.is_builtin:
             prices = [_price(member.name, shown[device]) for device in ("GPU", "CPU")]
             rows.append([f"`{member.name}`", f"`{member.formula}`", NOTES[member.name], *prices])
-    return markdown_table(("`function=`", "phi(z)", "", "GPU", "CPU"), "lllrr", rows) + "\n"
+    # Records of an older version are marked where there is no room for a sentence.
+    cpu = "CPU, older version" if overview.has_older_cpu(suites) else "CPU"
+    return markdown_table(("`function=`", "phi(z)", "", "GPU", cpu), "lllrr", rows) + "\n"
 
 
 def _longest_rows(columns: Mapping[str, Mapping[str, float]], device: str) -> Mapping[str, float]:

@@ -126,6 +126,12 @@ def test_members_on_a_cpu_are_told_from_torch_and_its_compiler() -> None:
     assert "Ours take less time than torch.compile's softmax: `softmax`, `sigsoftmax`;" in text
     assert "more than that and less than plain torch's: `gss(k=0.2)`, `sigmoid`;" in text
     assert "more than either: `relu`, `softcap`." in text
+    # Records that name no commit are of an older version, and the page says so.
+    assert overview.OLDER_CPU not in text
+    older = replace(found, environment=replace(PLACE, commit="", clean=None))
+    assert overview.OLDER_CPU in overview.cpu_members(Suites({}, {older.name: older}))
+    assert overview.OLDER_CPU in overview.prices(Suites({}, {older.name: older}))
+    assert "CPU, older version" in write_overview.members(Suites({}, {older.name: older}))
 
 
 def test_without_records_the_tables_say_so() -> None:
