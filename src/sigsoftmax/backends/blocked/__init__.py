@@ -65,4 +65,4 @@ def _logistic_rows(properties: Properties, learned: Sequence[bool]) -> type[Logi
         return SigsoftmaxRows
     if c is not None and not any(learned) and (alpha, beta) in ((0.0, 1.0), (1.0, -1.0)):
         return SigmoidRows if beta == 1.0 else ShiftedExpRows
-    return PowerRows if alpha == 1.0 and -1.0 < beta <= LARGEST_POWER else LogisticRows
+    return PowerRows if alpha == 1.0 and beta <= LARGEST_POWER else LogisticRows

@@ -67,6 +67,7 @@ class LogisticProbabilities(ProbabilityRows):
         self.alpha, self.beta = (float(a.detach()) for a in arguments[:2])
         self.c, self.has_shared_c, self.centre = slower.c, slower.has_shared_c, float(slower.centre)
         self.is_narrow = self.has_shared_c or bool(((self.c - self.centre).abs() <= FARTHEST_SHIFT).all())
+        self.spread_V = None if self.has_shared_c else torch.exp(self.c - self.centre)
         self._means: dict[int, Tensor] = {}
         """the means over f of phi's derivatives by scalar arguments, of one block, (R, 1)"""
         self._collected: list[tuple[Tensor, ...]] = []
@@ -159,7 +160,6 @@ class SigsoftmaxRows(LogisticProbabilities):
 
     def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor, wanted: Sequence[bool] = NONE_WANTED) -> None:
         super().__init__(arguments, logits_like, wanted)
-        self.spread_V = None if self.has_shared_c else torch.exp(self.c - self.centre)
         self.smallest = SMALLEST_SIGMOID_TERM * (1.0 if self.has_shared_c else math.exp(FARTHEST_SHIFT))
 
     def _probabilities(self, z: Tensor, peak: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -266,45 +266,48 @@ class ShiftedExpRows(LogisticProbabilities):
 class PowerRows(LogisticProbabilities):
     """g = e^z s^beta with s = sigmoid(z - c), c shared or per class, with two exponentials and a logarithm per element.
 
-    With v = e^(c - z), s is 1 / (1 + v), its logarithm is -log(1 + v), and its complement is s v. The slope
-    1 + beta - beta s is a sum of positive terms where beta < 0, and else at least 1. Left of c the terms of
-    phi = z + beta log s have different signs where beta < 0, and digits only while both are small.
+    With v = e^(c - z), e^(z - c) is 1 / v, s is 1 / (1 + v), its logarithm is -log(1 + v), and its complement is s v.
+    Where c differs by class, g is relative to the mean of c. Left of c the logarithms of both factors of g have
+    different signs where beta < 0, and digits only while both are small.
     """
 
     def __init__(self, arguments: Sequence[Tensor], logits_like: Tensor, wanted: Sequence[bool] = NONE_WANTED) -> None:
         super().__init__(arguments, logits_like, wanted)
-        self.left_slope = 1.0 + self.beta
         farthest = MOST_PHI if self.beta < 0.0 else FARTHEST_LOGARITHM
         self.lowest = float(self.c.amax()) - farthest if self.c.numel() else 0.0
 
     def _probabilities(self, z: Tensor, peak: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
         if z.numel() == 0 or not self.is_narrow or not float(z.amin()) >= self.lowest:
             return None
-        if not float(peak.amin()) >= self.centre:
+        height = peak - self.centre
+        if not 0.0 <= float(height.amin()) <= float(height.amax()) <= MOST_PHI:
             return None
         v = self._v = exponentials(torch.sub(self.c, z, out=self._buffer("v", z)))
         minus_log = torch.log1p(v, out=self._buffer("minus_log", z))
-        phi = torch.sub(z, peak, out=self._buffer("weights", z)).sub_(minus_log, alpha=self.beta)
-        self._weights = exponentials(phi)
+        self._weights = exponentials(torch.mul(minus_log, -self.beta, out=self._buffer("weights", z))).div_(v)
+        if self.spread_V is not None:
+            self._weights.mul_(self.spread_V)
         self._total = self._weights.sum(-1, keepdim=True)
         if self.wanted[1]:
             self._means[1] = minus_log.mul_(self._weights).sum(-1, keepdim=True).div_(self._total).neg_()
         target = None
         if self._index is not None:
             target = target_right_of_c(self._z_y, peak, self.beta, self._c_of(self._index))
-        return peak, self._total.log(), target
+        return peak, (self._total * torch.exp(-height)).log_(), target
 
     def _slopes(self) -> tuple[Tensor, float]:
         w, v, learns_c = self._weights, self._v, self.wanted[2]
-        sigmoid = torch.add(v, 1.0, out=self._buffer("sigmoid", v) if learns_c else v).reciprocal_()
+        by_sigmoid = torch.add(v, 1.0, out=self._buffer("by_sigmoid", v) if learns_c else v)
+        torch.div(w, by_sigmoid, out=by_sigmoid)
         if learns_c:
-            v.mul_(sigmoid).mul_(w)
-        return w.addcmul_(w, sigmoid, value=-self.beta / self.left_slope), self.left_slope
+            v.mul_(by_sigmoid)
+        # w (1 + beta (1 - s)) without cancellation: between w s, its limit for beta = -1, and w.
+        return torch.lerp(w, by_sigmoid, -self.beta, out=w), 1.0
 
     def _target_slope(self) -> Tensor:
         assert self._index is not None
         sigmoid = torch.sigmoid(self._z_y - self._c_of(self._index))
-        return sigmoid.mul_(-self.beta).add_(self.left_slope)
+        return sigmoid.mul_(-self.beta).add_(1.0 + self.beta)
 
     def _complements(self) -> tuple[Tensor, Tensor]:
         return self._v, self._total.reciprocal()
