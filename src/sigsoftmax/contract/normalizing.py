@@ -5,6 +5,7 @@ Shapes: N tokens, K components of a mixture, V classes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,6 +69,12 @@ def constant(argument: Tensor) -> float | None:
     return float(argument.detach()) if is_scalar and argument.device.type == "cpu" else None
 
 
+@functools.lru_cache(maxsize=1024)
+def fixed_unit(form: Form, values: tuple[float, ...], dtype: torch.dtype) -> float:
+    """The unit of a form for fixed numbers, which arithmetic in this dtype rounds."""
+    return float(form.unit(*torch.tensor(values, dtype=dtype)))
+
+
 def gradient_dtype(member: MemberSpec, arguments: Sequence[Tensor], product_dtype: torch.dtype) -> torch.dtype:
     """The dtype for the gradient of logits that are products of this dtype, from which other gradients are made.
 
@@ -123,8 +130,15 @@ def with_peaks(z: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increas
     return PeakedRows(kept, masked, form.peak(lowest, highest, *(a.detach() for a in arguments)))
 
 
-def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasing: bool = False) -> Rows:
-    """Transform and normalise the last dimension of ``logits``.
+def rows(
+    logits: Tensor,
+    form: Form,
+    arguments: Sequence[Tensor],
+    *,
+    is_increasing: bool = False,
+    unit: Tensor | float | None = None,
+) -> Rows:
+    """Transform and normalise the last dimension of ``logits``. The unit of phi may be known from another call.
 
     A logit of -inf masks its class whatever the form makes of -inf; its slope is 1, so that a masked target has the
     gradient that it has under torch's softmax.
@@ -133,7 +147,8 @@ def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasi
     like_z = arguments_like(wide, form, arguments)
     z, masked, peak = with_peaks(wide, form, like_z, is_increasing=is_increasing)
     value, offset = form.scaled(z, peak, *like_z)
-    unit = form.unit(*like_z)
+    if unit is None:
+        unit = form.unit(*like_z)
     relative = torch.where(masked, wide, unit * value)
     normalizer = torch.logsumexp(relative, -1, keepdim=True)
     return Rows(relative, offset, normalizer, peak, Logarithms(torch.where(masked, wide / unit, value), unit))

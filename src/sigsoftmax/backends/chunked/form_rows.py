@@ -34,9 +34,12 @@ class FormRows:
         self.dtype = compute_dtype(logits_like.dtype)
         like = logits_like.new_empty(0, dtype=self.dtype)
         self.arguments = normalizing.arguments_like(like, form, [a.detach() for a in arguments])
-        self.unit = form.unit(*self.arguments)
         self.kinds = [kind_of(a) for a in arguments]
-        self.properties = form.properties([normalizing.constant(a) for a in arguments])
+        values = [normalizing.constant(a) for a in arguments]
+        known = tuple(value for value in values if value is not None)
+        is_known = form.is_builtin and len(known) == len(values)
+        self.unit = normalizing.fixed_unit(form, known, self.dtype) if is_known else form.unit(*self.arguments)
+        self.properties = form.properties(values)
         self.is_increasing = self.properties.is_increasing is True
         self.needs_arguments = needs_arguments
         self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
@@ -44,7 +47,7 @@ class FormRows:
         self._rows: normalizing.Rows | None = None
 
     def rows(self, logits_RV: Tensor) -> normalizing.Rows:
-        return normalizing.rows(logits_RV, self.form, self.arguments, is_increasing=self.is_increasing)
+        return normalizing.rows(logits_RV, self.form, self.arguments, is_increasing=self.is_increasing, unit=self.unit)
 
     def stats(self, logits_RV: Tensor, targets: RowTargets) -> RowStats:
         rows = self._rows = self.rows(logits_RV)

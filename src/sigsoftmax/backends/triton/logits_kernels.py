@@ -42,11 +42,6 @@ def why_refused(form: Form, dtype: torch.dtype) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=1024)
-def _fixed_unit(form: Form, values: tuple[float, ...]) -> float:
-    return float(form.unit(*torch.tensor(values)))
-
-
 def _present(unused: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     """Tensors, or in the place of absent ones one that the kernel does not touch."""
     return [unused if tensor is None else tensor for tensor in tensors]
@@ -361,7 +356,7 @@ class LogitsKernels:
         if any(pointer is not None for pointer in self.pointers[:2]):
             like = torch.empty(0, device=self.device)
             return self.form.unit(*normalizing.arguments_like(like, self.form, self.arguments))
-        return _fixed_unit(self.form, values)
+        return normalizing.fixed_unit(self.form, values, torch.float32)
 
     def unit_pointers(self, unused: Tensor) -> list[Tensor]:
         """The tensors of the numbers that the unit depends on, of which kernels make it."""
