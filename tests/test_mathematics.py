@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from sigsoftmax.backends import reference
 from sigsoftmax.contract import normalizing
+from sigsoftmax.contract.rows import Logarithms
 from sigsoftmax.contract.spec import loss_spec, member_of
 from sigsoftmax.family import OutputFunction, table
 from sigsoftmax.family.formulas import LOGISTIC, RELU, SOFTCAP, Form
@@ -108,8 +109,9 @@ def token_losses(
     class_weight_V = options.pop("class_weight_V", None)
     prior = None if log_prior is None else member_of("softmax")[0]
     spec = loss_spec(member=member_of(member)[0], prior=prior, **options)
-    results = reference.token_losses(spec, logits_NKV, log_prior, member.arguments(), target, class_weight_V)
-    return results.losses_N
+    prior_NK = None if log_prior is None else Logarithms(log_prior)
+    results = reference.token_losses(spec, logits_NKV, prior_NK, member.arguments(), target, class_weight_V)
+    return results.losses.values
 
 
 def rank(matrix: Tensor, relative_threshold: float = 1e-10) -> int:
@@ -430,7 +432,7 @@ def test_units_keep_extreme_logits_finite(slopes: tuple[float, float]) -> None:
     z = torch.tensor([3.4e38, -3.4e38, 1.7e38, -1.7e38, 0.0, 1.0])
     alpha, beta, c = torch.tensor([*slopes, 0.0])
     for peak in z:
-        value, unit, _ = LOGISTIC.scaled(z, peak, alpha, beta, c)
+        value, unit = LOGISTIC.scaled(z, peak, alpha, beta, c).value, LOGISTIC.unit(alpha, beta, c)
         assert value.isfinite().all()
         assert math.frexp(float(unit))[0] == 0.5
         with mpmath.workdps(60):
@@ -787,7 +789,7 @@ def test_mixture_in_log_space(member: OutputFunction) -> None:
     z = normal(4, 3, 6, deviation=2.0)
     log_prior = torch.log_softmax(normal(4, 3), -1)
     mixed = (log_prior.exp()[..., None] * probs(member, z)).sum(1)
-    assert_close(normalizing.mixture_log_probs(z, log_prior, member.form, member.arguments()), mixed.log())
+    assert_close(normalizing.mixture_log_probs(z, Logarithms(log_prior), member.form, member.arguments()), mixed.log())
     n = torch.logsumexp(member.phi(z), -1, keepdim=True)
     assert_close(torch.logsumexp(log_prior[..., None] + member.phi(z) - n, 1), mixed.log())
 
@@ -866,11 +868,11 @@ def test_floor_adds_mass_and_caps_the_loss() -> None:
     z = normal(2, 3, 50)
     z[1, :, 0] = -1e3
     log_prior = torch.log_softmax(normal(2, 3), -1)
-    floored = normalizing.mixture_log_probs(z, log_prior, member.form, member.arguments(), floor=1e-8)
+    floored = normalizing.mixture_log_probs(z, Logarithms(log_prior), member.form, member.arguments(), floor=1e-8)
     assert_close(floored.exp().sum(-1), torch.full((2,), 1 + 50e-8, dtype=torch.float64))
     assert -floored[1, 0].item() == pytest.approx(-math.log(1e-8))
     assert round(-math.log(1e-8), 2) == 18.42
-    exact = normalizing.mixture_log_probs(z, log_prior, member.form, member.arguments())
+    exact = normalizing.mixture_log_probs(z, Logarithms(log_prior), member.form, member.arguments())
     assert exact[1, 0] < -900
 
 
@@ -1078,7 +1080,7 @@ def test_mixture_can_change_an_order() -> None:
         assert f[1] < f.max()
     components = torch.stack([2.0 * weight, -2.0 * weight])[None]
     log_prior = torch.full((1, 2), 0.5, dtype=torch.float64).log()
-    mixed = normalizing.mixture_log_probs(components, log_prior, softmax.form, softmax.arguments())
+    mixed = normalizing.mixture_log_probs(components, Logarithms(log_prior), softmax.form, softmax.arguments())
     assert mixed[0].argmin() == 1
 
 
@@ -1104,7 +1106,7 @@ def test_mixture_with_convex_g_reaches_no_new_argmax(member: OutputFunction) -> 
     for deviation in (0.5, 2.0, 10.0):
         logits = normal(4000, 4, 2, deviation=deviation) @ weight.T + bias
         log_prior = torch.log_softmax(normal(4000, 4, deviation=2.0), -1)
-        mixed = normalizing.mixture_log_probs(logits, log_prior, member.form, member.arguments())
+        mixed = normalizing.mixture_log_probs(logits, Logarithms(log_prior), member.form, member.arguments())
         assert set(mixed.argmax(-1).tolist()) <= reachable
 
 
@@ -1128,7 +1130,7 @@ def test_mixture_without_convex_g_can_reach_a_new_argmax(member: OutputFunction)
     assert not is_reachable_argmax(weight, bias, 1)
     logits = float64(2.0, -2.0)[None, :, None] * torch.from_numpy(weight[:, 0]) + torch.from_numpy(bias)
     log_prior = torch.full((1, 2), 0.5, dtype=torch.float64).log()
-    mixed = normalizing.mixture_log_probs(logits, log_prior, member.form, member.arguments())
+    mixed = normalizing.mixture_log_probs(logits, Logarithms(log_prior), member.form, member.arguments())
     assert mixed[0].argmax() == 1
 
 

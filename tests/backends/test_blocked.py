@@ -116,7 +116,7 @@ def results(routines: RowRoutines, logits_RV: Tensor) -> tuple[Tensor, ...]:
     scale = torch.linspace(0.5, 1.5, rows, dtype=stats.target.dtype)
     out_RV = torch.empty_like(logits_RV)
     routines.gradient(logits_RV, targets, stats, RowCoefficients(scale, -0.7 * scale, None, None), out_RV)
-    return stats.target - stats.normalizer, stats.normalizer + stats.offset, out_RV
+    return stats.target * routines.unit - stats.normalizer, stats.normalizer + stats.offset, out_RV
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -5,16 +5,17 @@ Shapes: N tokens, K components of a mixture, V classes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sigsoftmax.contract.rows import MASK, compute_dtype
+from sigsoftmax.contract.rows import MASK, Logarithms, compute_dtype
 from sigsoftmax.contract.signature import is_exporting
 from sigsoftmax.contract.spec import MemberSpec
-from sigsoftmax.contract.tokens import finite, floored
+from sigsoftmax.contract.tokens import common_unit, finite, floored, log_sum
 from sigsoftmax.family.formulas import Form
 from sigsoftmax.family.parameters import ParameterKind, kind_of
 from sigsoftmax.torch_internals import transforms_active
@@ -31,13 +32,17 @@ class Rows(NamedTuple):
     """(..., 1): log sum g - offset"""
     peak: Tensor
     """(..., 1): the logit that the offset belongs to"""
-    scaled: Tensor
-    """(..., V): relative / unit, finite for every finite logit"""
-    unit: Tensor | float
+    in_units: Logarithms
+    """(..., V): relative"""
 
     @property
     def log_probs(self) -> Tensor:
         return self.relative - self.normalizer
+
+    @property
+    def log_probs_in_units(self) -> Logarithms:
+        multiples, unit = self.in_units
+        return Logarithms(multiples - self.normalizer / unit, unit)
 
     @property
     def finite_log_normalizer(self) -> Tensor:
@@ -45,8 +50,8 @@ class Rows(NamedTuple):
         return (self.normalizer + finite(self.offset)).squeeze(-1)
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """sum_j weights_j relative_j, (...): also where a relative value overflows that has a small weight."""
-        return (self.unit * (weights * self.scaled).sum(-1, keepdim=True)).squeeze(-1)
+        """sum_j weights_j relative_j in units, (...)."""
+        return (weights * self.in_units.multiples).sum(-1)
 
     @property
     def log_normalizer(self) -> Tensor:
@@ -62,6 +67,12 @@ def constant(argument: Tensor) -> float | None:
     """The value of a scalar argument that is known without waiting for a device."""
     is_scalar = kind_of(argument) is ParameterKind.SCALAR
     return float(argument.detach()) if is_scalar and argument.device.type == "cpu" else None
+
+
+@functools.lru_cache(maxsize=1024)
+def fixed_unit(form: Form, values: tuple[float, ...], dtype: torch.dtype) -> float:
+    """The unit of a form for fixed numbers, which arithmetic in this dtype rounds."""
+    return float(form.unit(*torch.tensor(values, dtype=dtype)))
 
 
 def gradient_dtype(member: MemberSpec, arguments: Sequence[Tensor], product_dtype: torch.dtype) -> torch.dtype:
@@ -119,8 +130,15 @@ def with_peaks(z: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increas
     return PeakedRows(kept, masked, form.peak(lowest, highest, *(a.detach() for a in arguments)))
 
 
-def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasing: bool = False) -> Rows:
-    """Transform and normalise the last dimension of ``logits``.
+def rows(
+    logits: Tensor,
+    form: Form,
+    arguments: Sequence[Tensor],
+    *,
+    is_increasing: bool = False,
+    unit: Tensor | float | None = None,
+) -> Rows:
+    """Transform and normalise the last dimension of ``logits``. The unit of phi may be known from another call.
 
     A logit of -inf masks its class whatever the form makes of -inf; its slope is 1, so that a masked target has the
     gradient that it has under torch's softmax.
@@ -128,10 +146,12 @@ def rows(logits: Tensor, form: Form, arguments: Sequence[Tensor], *, is_increasi
     wide = logits.to(compute_dtype(logits.dtype))
     like_z = arguments_like(wide, form, arguments)
     z, masked, peak = with_peaks(wide, form, like_z, is_increasing=is_increasing)
-    value, unit, offset = form.scaled(z, peak, *like_z)
+    value, offset = form.scaled(z, peak, *like_z)
+    if unit is None:
+        unit = form.unit(*like_z)
     relative = torch.where(masked, wide, unit * value)
     normalizer = torch.logsumexp(relative, -1, keepdim=True)
-    return Rows(relative, offset, normalizer, peak, torch.where(masked, wide / unit, value), unit)
+    return Rows(relative, offset, normalizer, peak, Logarithms(torch.where(masked, wide / unit, value), unit))
 
 
 def log_probs(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Tensor:
@@ -140,15 +160,24 @@ def log_probs(logits: Tensor, form: Form, arguments: Sequence[Tensor]) -> Tensor
 
 
 def mixture_log_probs(
-    logits_NKV: Tensor, log_prior_NK: Tensor, form: Form, arguments: Sequence[Tensor], floor: float = 0.0
+    logits_NKV: Tensor, log_prior: Logarithms, form: Form, arguments: Sequence[Tensor], floor: float = 0.0
 ) -> Tensor:
     """log sum_k pi_k f_k, (N, V); with a floor, log(floor + sum_k pi_k f_k), which is not normalised."""
-    joint = log_prior_NK.unsqueeze(-1) + log_probs(logits_NKV, form, arguments)
-    return floored(logsumexp_of_masks(joint), floor)
+    return mixed(rows(logits_NKV, form, arguments), log_prior, floor).values
 
 
-def logsumexp_of_masks(joint_NKV: Tensor) -> Tensor:
-    """logsumexp over components whose gradient is 0, not NaN, where all of them are -inf."""
+def mixed(parts: Rows, log_prior: Logarithms | None, floor: float) -> Logarithms:
+    """The log-probability of every class, (N, V), of rows (N, K, V); without a prior there is one component."""
+    log_f_NKV = parts.log_probs_in_units
+    if log_prior is None:
+        return log_f_NKV._replace(multiples=log_f_NKV.multiples.squeeze(1))
+    unit = common_unit(log_prior.unit, log_f_NKV.unit)
+    joint_NKV = log_prior.over(unit).unsqueeze(-1) + log_f_NKV.over(unit)
+    return Logarithms(floored(_log_sum_of_masks(joint_NKV, unit), floor, unit), unit)
+
+
+def _log_sum_of_masks(joint_NKV: Tensor, unit: Tensor | float) -> Tensor:
+    """The log of sums over components, whose gradient is 0, not NaN, where all of them are masked."""
     all_masked = (joint_NKV == MASK).all(1, keepdim=True)
-    total = torch.logsumexp(torch.where(all_masked, torch.zeros_like(joint_NKV), joint_NKV), 1)
-    return torch.where(all_masked.squeeze(1), torch.full_like(total, MASK), total)
+    total = log_sum(torch.where(all_masked, torch.zeros_like(joint_NKV), joint_NKV), unit, 1)
+    return torch.where(all_masked, torch.full_like(total, MASK), total).squeeze(1)

@@ -23,8 +23,27 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Logarithms(NamedTuple):
+    """Logarithms as multiples of a unit, which are finite where the logarithms themselves may overflow."""
+
+    multiples: Tensor
+    unit: Tensor | float = 1.0
+    """a power of two, a number or a tensor ()"""
+
+    @property
+    def values(self) -> Tensor:
+        """The logarithms."""
+        if isinstance(self.unit, float) and self.unit == 1.0:
+            return self.multiples
+        return self.multiples * self.unit
+
+    def over(self, unit: Tensor | float) -> Tensor:
+        """The multiples of another unit."""
+        return self.multiples * (self.unit / unit)
+
+
 class RowStats(NamedTuple):
-    """Row statistics, each of shape (R,)."""
+    """Row statistics, each of shape (R,); those of the targets in units of phi, in which no finite logit overflows."""
 
     peak: Tensor
     """the logit that the offset belongs to: where phi is largest, or so near it that sums do not overflow"""
@@ -32,9 +51,9 @@ class RowStats(NamedTuple):
     normalizer: Tensor
     """log sum_j g(z_j) - offset"""
     target: Tensor | None
-    """phi(z_y) - offset"""
+    """(phi(z_y) - offset) / unit"""
     dense: Tensor | None
-    """sum_j dense_j (phi(z_j) - offset), for weights over all classes (smoothing, probability targets)"""
+    """sum_j dense_j (phi(z_j) - offset) / unit, for weights over all classes (smoothing, probability targets)"""
     argmax: Tensor | None
     entropy: Tensor | None
 
@@ -65,6 +84,11 @@ class RowRoutines(Protocol):
 
     max_rows: int | None
     """The most rows a call should be given, where fewer stay in a cache; None for no limit."""
+
+    @property
+    def unit(self) -> Tensor | float:
+        """The unit of phi, in which statistics of targets are given."""
+        ...
 
     def stats(self, logits_RV: Tensor, targets: RowTargets) -> RowStats:
         """The forward pass: the statistics of rows."""

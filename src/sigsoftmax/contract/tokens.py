@@ -3,6 +3,9 @@
 Everything here is formulas on a few numbers per token or row. Kernels that finish a loss by themselves call the same
 formulas, transcribed in ``backends.triton.kernels.tokens``.
 
+The logarithms of an extreme row may overflow where a loss that weights them, by a class, a token or a share of label
+smoothing, does not. So losses are computed in units, powers of two, and multiplied out as the last step.
+
 Shapes: N tokens, K components, V classes; n tokens of a block, R = n K rows.
 """
 
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sigsoftmax.contract.rows import MASK, RowCoefficients, RowStats
+from sigsoftmax.contract.rows import MASK, Logarithms, RowCoefficients, RowStats
 from sigsoftmax.contract.spec import LossSpec
 
 
@@ -36,11 +39,31 @@ def finite(values: Tensor) -> Tensor:
     return values.clamp(-largest, largest)
 
 
-def floored(log_p: Tensor, floor: float) -> Tensor:
-    """log(p + floor)"""
+def finite_times(values: Tensor, factor: Tensor | float) -> Tensor:
+    """The largest number whose product with a factor is finite, in place of those that are larger."""
+    return finite(values * factor) / factor
+
+
+def common_unit(unit: Tensor | float, other: Tensor | float) -> Tensor | float:
+    """A unit for sums of multiples of two others, in which no sum overflows."""
+    if isinstance(unit, Tensor) or isinstance(other, Tensor):
+        return 2.0 * torch.maximum(torch.as_tensor(unit), torch.as_tensor(other))
+    return 2.0 * max(unit, other)
+
+
+def log_sum(multiples: Tensor, unit: Tensor | float, dim: int) -> Tensor:
+    """The log-sum-exp of multiples of a unit as one of them; the dimension is kept."""
+    top = multiples.detach().amax(dim, keepdim=True)
+    top = torch.where(top == MASK, torch.zeros_like(top), top)
+    return top + ((multiples - top) * unit).exp().sum(dim, keepdim=True).log() / unit
+
+
+def floored(log_p: Tensor, floor: float, unit: Tensor | float) -> Tensor:
+    """log(p + floor), both in units."""
     if not floor:
         return log_p
-    return torch.logaddexp(log_p, torch.full_like(log_p, floor).log())
+    log_p = log_p * unit
+    return torch.logaddexp(log_p, torch.full_like(log_p, floor).log()) / unit
 
 
 def entropy(log_probs: Tensor) -> Tensor:
@@ -54,11 +77,16 @@ def z_losses(log_normalizer_NK: Tensor, prior_NK: Tensor, z_loss: float) -> Tens
     return ((z_loss * prior_NK) * log_normalizer_NK * log_normalizer_NK).sum(-1)
 
 
-def with_z_slopes(by_normalizer_R: Tensor, stats: RowStats, z_slope_R: Tensor | None) -> Tensor:
+def with_z_slopes(by_normalizer_R: Tensor, stats: RowStats, z_slope_R: Tensor | None, unit: Tensor | float) -> Tensor:
     """The coefficients of normalisers with what the z-loss adds, whose slope multiplies the log normaliser."""
     if z_slope_R is None:
         return by_normalizer_R
-    return by_normalizer_R + scaled(finite(stats.offset) + stats.normalizer, z_slope_R)
+    return by_normalizer_R + z_slopes(finite(stats.offset) + stats.normalizer, z_slope_R, unit)
+
+
+def z_slopes(log_normalizer: Tensor, z_slope: Tensor, unit: Tensor | float) -> Tensor:
+    """The derivative of the z-loss by log normalisers; such that its product with a slope of phi does not overflow."""
+    return finite_times(scaled(finite(log_normalizer), z_slope), unit)
 
 
 def token_scales(
@@ -84,13 +112,17 @@ def token_weight_gradient(
     losses_N: Tensor,
     total: Tensor,
 ) -> Tensor:
-    """The derivative of the total by the weight of each token, of which a mean has one in its denominator too."""
+    """The derivative of the total by the weight of each token, of which a mean has one in its denominator too.
+
+    All in units.
+    """
     dtype = losses_N.dtype
     kept, weights = _kept_weights(spec, target, token_weights_N, dtype)
     by_weight = counted(losses_N, weights)
     if spec.reduction == "mean":
         of_class = class_weights_of(spec, target, class_weight_V, dtype)
-        by_weight = (by_weight - of_class * total.to(dtype)) / (weights * of_class).sum()
+        # Two that overflowed have no difference.
+        by_weight = (finite(by_weight) - of_class * finite(total)) / (weights * of_class).sum()
     return torch.where(kept, by_weight, torch.zeros_like(by_weight))
 
 
@@ -124,10 +156,18 @@ class TokenBatch:
 
     target: Tensor
     """(N,) of class indices, or (N, V) of probabilities"""
-    log_prior_NK: Tensor | None = None
+    log_prior: Logarithms | None = None
+    """(N, K)"""
     class_weight_V: Tensor | None = None
     scale_N: Tensor | None = None
     """the weight of each token in the total; None: every token that is not ignored counts alike"""
+
+
+def mixes_every_class(spec: LossSpec, batch: TokenBatch) -> bool:
+    """True if a loss or an extra needs the mixed probability of every class."""
+    extras = spec.extras or ()
+    is_dense = batch.target.is_floating_point() or spec.label_smoothing > 0
+    return batch.log_prior is not None and (is_dense or "argmax" in extras or "entropy" in extras)
 
 
 class TokenArithmetic:
@@ -136,15 +176,28 @@ class TokenArithmetic:
     Rows are measured elsewhere (:class:`RowStats`); this makes of them losses, and the derivatives of the total by what
     was measured (:class:`RowCoefficients`). ``scale_N`` is the weight of each token in the total whose derivatives are
     wanted; without it there are none. ``num_classes`` is that of the whole loss, also where this process has a part.
+    ``row_unit`` is the unit of the row statistics; losses are in :attr:`unit`.
     """
 
     def __init__(
-        self, spec: LossSpec, batch: TokenBatch, scale_N: Tensor | None, num_classes: int, like: Tensor
+        self,
+        spec: LossSpec,
+        batch: TokenBatch,
+        scale_N: Tensor | None,
+        num_classes: int,
+        like: Tensor,
+        row_unit: Tensor | float,
     ) -> None:
-        self.spec = spec
+        self.spec, self.row_unit = spec, row_unit
+        self.mixes_every_class = mixes_every_class(spec, batch)
         self.numbers = like
         dtype, target, class_weight_V = like.dtype, batch.target, batch.class_weight_V
-        self.log_prior_NK = None if batch.log_prior_NK is None else batch.log_prior_NK.to(dtype)
+        self.unit = row_unit
+        self.log_prior_NK: Tensor | None = None
+        """in units"""
+        if batch.log_prior is not None:
+            self.unit = common_unit(batch.log_prior.unit, row_unit)
+            self.log_prior_NK = batch.log_prior.over(self.unit).to(dtype)
         self.class_weight_V = None if class_weight_V is None else class_weight_V.to(dtype)
         self.probabilities_NV = target if target.is_floating_point() else None
         self.share = spec.label_smoothing / num_classes
@@ -175,12 +228,6 @@ class TokenArithmetic:
         return self.spec.extras or ()
 
     @property
-    def mixes_every_class(self) -> bool:
-        """True if the loss or an extra needs the mixed probability of every class."""
-        is_dense = self.probabilities_NV is not None or self.spec.label_smoothing > 0
-        return self.log_prior_NK is not None and (is_dense or "argmax" in self.wants or "entropy" in self.wants)
-
-    @property
     def waits_for_rows(self) -> bool:
         """True if coefficients depend on the statistics of a row, beyond the slope of the z-loss."""
         return self.log_prior_NK is not None
@@ -191,6 +238,7 @@ class TokenArithmetic:
         self, normalizer_N: Tensor, at_target_N: Tensor | None, at_dense_N: Tensor | None, mass_N: Tensor | None
     ) -> Tensor:
         """Losses without a prior, from what was measured of each row relative to its offset."""
+        normalizer_N = normalizer_N / self.unit
         if self.target_weight_N is None or at_target_N is None:
             assert mass_N is not None and at_dense_N is not None
             return normalizer_N * mass_N - at_dense_N
@@ -199,24 +247,26 @@ class TokenArithmetic:
             losses = losses + (self.smoothing_mass * normalizer_N - at_dense_N)
         return losses
 
-    def mixture_losses(self, span: slice, log_f_nK: Tensor) -> tuple[Tensor, Tensor]:
+    def mixture_losses(self, span: slice, stats: RowStats) -> tuple[Tensor, Tensor]:
         """Losses, and the negative of their derivative by log f of the target.
 
         The share of component k in the probability of the target, its responsibility, is all that is needed.
         """
-        assert self.log_prior_NK is not None and self.target_weight_N is not None
-        joint_nK = self.log_prior_NK[span] + log_f_nK
-        log_p_n1 = torch.logsumexp(joint_nK, -1, keepdim=True)
-        responsibility_nK = torch.exp(joint_nK - log_p_n1).masked_fill_(log_p_n1 == MASK, 0.0)
-        floored_n1 = floored(log_p_n1, self.spec.floor)
+        assert self.log_prior_NK is not None and self.target_weight_N is not None and stats.target is not None
+        log_prior_nK = self.log_prior_NK[span]
+        log_f_R = (stats.target - stats.normalizer / self.row_unit) * (self.row_unit / self.unit)
+        joint_nK = log_prior_nK + log_f_R.view_as(log_prior_nK)
+        log_p_n1 = log_sum(joint_nK, self.unit, -1)
+        responsibility_nK = torch.exp((joint_nK - log_p_n1) * self.unit).masked_fill_(log_p_n1 == MASK, 0.0)
+        floored_n1 = floored(log_p_n1, self.spec.floor, self.unit)
         weight_n1 = self.target_weight_N[span].unsqueeze(-1)
         by_log_f_nK = responsibility_nK.mul_(weight_n1)
         if self.spec.floor:
-            by_log_f_nK.mul_(torch.exp(log_p_n1 - floored_n1))
+            by_log_f_nK.mul_(torch.exp((log_p_n1 - floored_n1) * self.unit))
         return -scaled(floored_n1, weight_n1).squeeze(-1), by_log_f_nK
 
     def losses_of_every_class(self, span: slice, log_p_nV: Tensor, owned_N: Tensor | None = None) -> Tensor:
-        """Losses of a mixture from the mixed log-probability of every class.
+        """Losses of a mixture from the mixed log-probability of every class in units.
 
         Where this process has a part of the classes, ``owned_N`` says whether it has the target.
         """
@@ -234,9 +284,15 @@ class TokenArithmetic:
     def finished(self, losses_N: Tensor, log_normalizer_NK: Tensor) -> Tensor:
         """Losses with what does not depend on the target; 0 for ignored tokens."""
         if self.spec.z_loss:
-            prior_NK = torch.ones_like(log_normalizer_NK) if self.log_prior_NK is None else self.log_prior_NK.exp()
-            losses_N = losses_N + z_losses(finite(log_normalizer_NK), prior_NK, self.spec.z_loss)
+            of_normalizers = z_losses(finite(log_normalizer_NK), self._prior_like(log_normalizer_NK), self.spec.z_loss)
+            losses_N = losses_N + of_normalizers / self.unit
         return torch.where(self.kept_N, losses_N, torch.zeros_like(losses_N))
+
+    def _prior_like(self, log_normalizer_nK: Tensor, span: slice = slice(None)) -> Tensor:
+        """The probabilities of components, 1 without a prior."""
+        if self.log_prior_NK is None:
+            return torch.ones_like(log_normalizer_nK)
+        return (self.log_prior_NK[span] * self.unit).exp()
 
     # Weights over classes
 
@@ -279,10 +335,8 @@ class TokenArithmetic:
         slope_n = self.z_slopes(span)
         if slope_n is None:
             return None
-        slope_nK = slope_n.unsqueeze(-1)
-        if self.log_prior_NK is not None:
-            slope_nK = slope_nK * self.log_prior_NK[span].exp()
-        return scaled(finite(log_normalizer_nK), slope_nK)
+        slope_nK = slope_n.unsqueeze(-1) * self._prior_like(log_normalizer_nK, span)
+        return z_slopes(log_normalizer_nK, slope_nK, self.row_unit)
 
     def coefficients(
         self, span: slice, stats: RowStats | None, mass: Tensor | None, by_log_f_nK: Tensor | None

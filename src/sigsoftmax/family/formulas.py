@@ -24,13 +24,15 @@ OffsetGap = Callable[[Tensor, Sequence[Tensor], Tensor, Sequence[Tensor]], Tenso
 
 
 class Scaled(NamedTuple):
-    """phi relative to an offset: phi(z) = unit * value + offset."""
+    """phi relative to an offset, in units of :attr:`Form.unit`: phi(z) = unit * value + offset."""
 
     value: Tensor
     """finite for every finite z, also where its product with the unit is none"""
-    unit: Tensor | float
-    """() or a number; a power of two"""
     offset: Tensor
+
+
+def _one(*arguments: Tensor) -> float:
+    return 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +46,11 @@ class Form:
 
     ``scaled(z, peak, *arguments)`` is phi relative to an offset that belongs to the peak. It exists because
     ``phi(z) - phi(peak)`` cancels: near ``z = -1e4`` the difference of two float32 values of phi is off by 6e-4. The
-    offset is constant in z and differentiable in the arguments. The unit lets sums over classes be formed whose terms,
-    weighted, are numbers that the dtype holds while phi is not.
+    offset is constant in z and differentiable in the arguments.
+
+    ``unit(*arguments)`` is a power of two, a number or a tensor (). phi less its offset is a multiple of it that is
+    finite for every finite logit, so that sums over classes and losses can be formed which, weighted, are numbers that
+    the dtype holds while phi is not.
 
     ``argument_slopes(z, peak, *arguments)`` returns the derivatives by each argument of phi less its offset, and of
     the offset.
@@ -57,8 +62,8 @@ class Form:
     never decreases, or ``scaled`` looks for the largest phi itself.
 
     ``offset_gap(peak, arguments, other_peak, other_arguments)`` is the difference of two rows' offsets, which
-    cancels as well if it is formed from the two. An argument per class is given by its mean. None means that nothing is
-    known of the offset but its value.
+    cancels as well if it is formed from the two, in units. An argument per class is given by its mean. None means that
+    nothing is known of the offset but its value.
     """
 
     name: str
@@ -68,13 +73,14 @@ class Form:
     argument_slopes: Callable[..., ArgumentSlopes]
     properties: Callable[[Values], Properties] = Properties
     peak: Callable[..., Tensor] | None = None
+    unit: Callable[..., Tensor | float] = _one
     is_builtin: bool = True
     offset_gap: OffsetGap | None = None
 
     def relative(self, z: Tensor, peak: Tensor, *arguments: Tensor) -> tuple[Tensor, Tensor]:
         """``(phi(z) - offset, offset)``"""
-        value, unit, offset = self.scaled(z, peak, *arguments)
-        return unit * value, offset
+        value, offset = self.scaled(z, peak, *arguments)
+        return self.unit(*arguments) * value, offset
 
     def is_increasing(self, values: Values) -> bool:
         """True if phi is known not to decrease for these values; then the peak is the row maximum."""
@@ -102,8 +108,15 @@ def _logistic_slope(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor
 
 def _power_of_two(alpha: Tensor, beta: Tensor) -> Tensor:
     """At least both slopes and 1. Slopes divided by it, which is exact, are at most 1."""
-    steepest = torch.maximum(alpha.abs(), (alpha + beta).abs()).detach()
-    return torch.exp2(torch.log2(steepest.clamp(min=1.0)).ceil())
+    steepest = torch.maximum(alpha.abs(), (alpha + beta).abs()).detach().clamp(min=1.0)
+    power = torch.exp2(torch.log2(steepest).ceil())
+    # A rounded logarithm next to a whole number may have told the next power: kernels find it without one.
+    power = torch.where(power < steepest, 2.0 * power, power)
+    return torch.where(0.5 * power < steepest, power, 0.5 * power)
+
+
+def _logistic_unit(alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
+    return 2.0 * _power_of_two(alpha, beta)
 
 
 def _logistic_scaled(z: Tensor, peak: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Scaled:
@@ -134,7 +147,7 @@ def _logistic_scaled(z: Tensor, peak: Tensor, alpha: Tensor, beta: Tensor, c: Te
     )
     unit = 2.0 * scale
     offset = torch.where(peak > centre, alpha * peak, (alpha + beta) * peak - beta * centre)
-    return Scaled(line + (beta / unit) * tail, unit, offset)
+    return Scaled(line + (beta / unit) * tail, offset)
 
 
 def _logistic_peak(lowest: Tensor, highest: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor:
@@ -150,7 +163,8 @@ def _logistic_peak(lowest: Tensor, highest: Tensor, alpha: Tensor, beta: Tensor,
 def _logistic_argument_slopes(z: Tensor, peak: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> ArgumentSlopes:
     # phi is linear in beta: its derivative is phi itself for alpha = 0, beta = 1.
     none, one = torch.zeros_like(alpha), torch.ones_like(beta)
-    value, unit, offset_by_beta = _logistic_scaled(z, peak, none, one, c)
+    value, offset_by_beta = _logistic_scaled(z, peak, none, one, c)
+    unit = _logistic_unit(none, one, c)
     # The difference of the extreme floats overflows; a class that far away has probability 0, and 0 * inf is NaN.
     largest = torch.finfo(z.dtype).max
     by_alpha, by_beta = ((z - peak).clamp(-largest, largest), (unit * value).clamp(-largest, largest))
@@ -167,7 +181,7 @@ def _logistic_offset_gap(
     # Scaled as in ``_logistic_scaled``: each term may overflow where their sum does not.
     scale = _power_of_two(alpha, beta)
     from_left = ((alpha + beta) / scale) * (0.5 * (gap_left - (c - other_c)))
-    return (2.0 * scale) * (from_left + (alpha / scale) * (0.5 * gap_right))
+    return from_left + (alpha / scale) * (0.5 * gap_right)
 
 
 # The form of relu: phi(z) is the logarithm of max(z, 0) + eps.
@@ -183,7 +197,7 @@ def _relu_slope(z: Tensor, eps: Tensor) -> Tensor:
 
 def _relu_scaled(z: Tensor, peak: Tensor, eps: Tensor) -> Scaled:
     offset = _relu_phi(peak, eps)
-    return Scaled(_relu_phi(z, eps) - offset, 1.0, offset)
+    return Scaled(_relu_phi(z, eps) - offset, offset)
 
 
 def _relu_argument_slopes(z: Tensor, peak: Tensor, eps: Tensor) -> ArgumentSlopes:
@@ -207,7 +221,7 @@ def _softcap_slope(z: Tensor, c: Tensor) -> Tensor:
 def _softcap_scaled(z: Tensor, peak: Tensor, c: Tensor) -> Scaled:
     # tanh a - tanh b = tanh(a - b) (1 - tanh a tanh b): no cancellation when a cap is wide.
     difference = torch.tanh((z - peak) / c) * (1.0 - torch.tanh(z / c) * torch.tanh(peak / c))
-    return Scaled(c * difference, 1.0, _softcap_phi(peak, c))
+    return Scaled(c * difference, _softcap_phi(peak, c))
 
 
 def _softcap_by_cap(z: Tensor, c: Tensor) -> Tensor:
@@ -232,6 +246,7 @@ LOGISTIC = Form(
     _logistic_argument_slopes,
     logistic_properties,
     _logistic_peak,
+    _logistic_unit,
     offset_gap=_logistic_offset_gap,
 )
 RELU = Form(

@@ -174,7 +174,7 @@ def register_function(
         # Nothing is known of phi: the offset is its own largest value, since that of z may lie elsewhere.
         value = phi(z, *arguments)
         offset = value.detach().amax(-1, keepdim=True)
-        return Scaled(value - offset, 1.0, offset)
+        return Scaled(value - offset, offset)
 
     def argument_slopes(z: Tensor, peak: Tensor, *arguments: Tensor) -> ArgumentSlopes:
         wide = [argument.expand_as(z) for argument in arguments]

@@ -20,6 +20,7 @@ from tests.interpreted import run_interpreted
         "test_sharded.py",
         "test_statistics.py",
         "test_mixture_log_probs.py",
+        "test_extremes.py",
         "test_tokens.py",
         "test_intrinsics.py",
     ],

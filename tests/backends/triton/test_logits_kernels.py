@@ -24,7 +24,7 @@ from sigsoftmax.backends.triton import logits_kernels, scaling
 from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
 from sigsoftmax.backends.triton.tuning import softmax_shape
 from sigsoftmax.contract import normalizing
-from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowStats, RowTargets
+from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowRoutines, RowStats, RowTargets
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
@@ -206,14 +206,19 @@ def by_reference(problem: Problem, dtype: torch.dtype) -> Results:
     out = torch.full_like(logits, math.nan)
     if logits.numel():
         routines.gradient(logits, targets, stats, coefficients, out)
-    return results(stats, out, routines.argument_gradients() if problem.options.learns else [])
+    return results(routines, stats, out, routines.argument_gradients() if problem.options.learns else [])
 
 
-def results(stats: RowStats, out: Tensor, by_arguments: Sequence[Tensor]) -> Results:
+def results(routines: RowRoutines, stats: RowStats, out: Tensor, by_arguments: Sequence[Tensor]) -> Results:
+    """In float64, and what is said of targets no longer in units."""
+
     def wide(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.cpu().double()
 
-    return Results(RowStats(*map(wide, stats)), out.cpu().double(), [a.cpu().double() for a in by_arguments])
+    stats = RowStats(*map(wide, stats))
+    target, dense = (None if t is None else t * float(routines.unit) for t in (stats.target, stats.dense))
+    stats = stats._replace(target=target, dense=dense)
+    return Results(stats, out.cpu().double(), [a.cpu().double() for a in by_arguments])
 
 
 def to_device(tensor: Tensor | None) -> Tensor | None:
@@ -253,7 +258,7 @@ def by_kernels(problem: Problem, *, in_place: bool = False, out_dtype: torch.dty
         routines.gradient(logits, targets, stats, coefficients, out)
     assert_nothing_between_rows(logits)
     assert_nothing_between_rows(out)
-    return results(stats, out, routines.argument_gradients() if options.learns else [])
+    return results(routines, stats, out, routines.argument_gradients() if options.learns else [])
 
 
 def assert_within(name: str, found: Tensor, truth: Tensor, plain: Tensor, floor: Tensor) -> None:
@@ -452,7 +457,7 @@ def test_gradients_a_block_of_classes_at_a_time(member: Member, options: Options
         routines.gradient(piece, targets, stats, coefficients, piece, first)
         pieces.append(piece)
     by_arguments = routines.argument_gradients() if problem.options.learns else []
-    assert_right(problem, results(stats, torch.cat(pieces, -1), by_arguments))
+    assert_right(problem, results(routines, stats, torch.cat(pieces, -1), by_arguments))
 
 
 # Numbers at the edges

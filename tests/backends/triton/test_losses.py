@@ -253,7 +253,7 @@ def test_a_prior_that_falls() -> None:
     z = torch.tensor([[-300.0, -1.0, 2.0], [5.0, -2e3, LEAST], [-1e30, -1e30, 1.0]], device=DEVICE)
     gss = OutputFunction("gss", k=-1.0)
     spec, _ = member_of(gss)
-    found = priors.KernelPrior(spec, z).log_prior_NK.cpu().double()
+    found = priors.KernelPrior(spec, z).log_prior.values.cpu().double()
     exact = normalizing.log_probs(z.cpu().double(), gss.form, gss.arguments())
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
 
@@ -528,7 +528,7 @@ def test_log_priors(label: str, shape: tuple[int, int]) -> None:
         return found.detach().cpu(), gradient.cpu()
 
     prior = priors.KernelPrior(spec, logits.to(DEVICE))
-    log_prior, by_logits = prior.log_prior_NK, prior.gradient(by_log_prior.to(DEVICE))
+    log_prior, by_logits = prior.log_prior.values, prior.gradient(by_log_prior.to(DEVICE))
     truth, plain = plainly(torch.float64, "cpu"), plainly(torch.float32, DEVICE)
     for actual, other, exact in zip((log_prior.cpu(), by_logits.cpu()), plain, truth, strict=True):
         masked = exact.isinf()

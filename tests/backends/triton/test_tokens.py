@@ -31,6 +31,7 @@ def plain_kernel(
     kept,
     out_6N,
     z_loss,
+    unit,
     HAS_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     N: tl.constexpr,
@@ -39,25 +40,26 @@ def plain_kernel(
     n, s, o = tl.load(normalizer + token), tl.load(at_target + token), tl.load(offset + token)
     w, t = tl.load(weight + token), tl.load(scale + token)
     is_kept = tl.load(kept + token) != 0
-    loss = tokens.token_losses(n, s, o, w, z_loss, HAS_WEIGHT, HAS_Z_LOSS)
+    loss = unit * tokens.token_losses(n, s, o, w, z_loss, unit, HAS_WEIGHT, HAS_Z_LOSS)
     tl.store(out_6N + token, tokens.token_shares(loss, t, is_kept))
     counted = tokens.token_scales(is_kept, t)
     tl.store(out_6N + N + token, tokens.scaled(loss, counted))
     by_n = tokens.class_coefficients(counted, w, HAS_WEIGHT)
     tl.store(out_6N + 3 * N + token, -by_n)
     if HAS_Z_LOSS:
-        by_n = tokens.with_z_slopes(by_n, tokens.z_slopes(counted, z_loss), n, o)
+        by_n = tokens.with_z_slopes(by_n, tokens.z_slopes(counted, z_loss), n, o, unit)
     tl.store(out_6N + 2 * N + token, by_n)
-    by_n, by_s = tokens.token_coefficients(n, o, t, is_kept, z_loss, HAS_Z_LOSS)
+    by_n, by_s = tokens.token_coefficients(n, o, t, is_kept, z_loss, unit, HAS_Z_LOSS)
     tl.store(out_6N + 4 * N + token, by_n)
     tl.store(out_6N + 5 * N + token, by_s)
 
 
-def run_plain(n, s, o, weight, scale, kept, *, z_loss=0.0, has_weight=False):
+def run_plain(n, s, o, weight, scale, kept, *, z_loss=0.0, has_weight=False, unit=8.0):
+    """``s`` is what it is, and handed to the kernel in units; losses are what they are."""
     out_6N = torch.full((6, N), math.nan, device=DEVICE)
-    values = [v.float().to(DEVICE) for v in (n, s, o, weight, scale)]
+    values = [v.float().to(DEVICE) for v in (n, s / unit, o, weight, scale)]
     flags = {"HAS_WEIGHT": has_weight, "HAS_Z_LOSS": z_loss != 0, "N": N}
-    plain_kernel[(1,)](*values, kept.int().to(DEVICE), out_6N, z_loss, **flags)
+    plain_kernel[(1,)](*values, kept.int().to(DEVICE), out_6N, z_loss, unit, **flags)
     return out_6N.cpu().double()
 
 
@@ -110,6 +112,21 @@ def test_an_offset_that_overflowed_counts_as_the_largest_float() -> None:
     torch.testing.assert_close(found[4], (1e-30 + slope).double(), rtol=1e-5, atol=0.0)
 
 
+def test_a_class_weight_brings_a_loss_back_that_overflowed() -> None:
+    """The target is farther from the row's peak than the largest float."""
+    zeros, ones = torch.zeros(N), torch.ones(N)
+    far, weight = -1.75 * LARGEST * ones.double(), torch.linspace(0.01, 0.5, N)
+    found = run_plain(zeros, far, zeros, weight, 0.5 * ones, ones, has_weight=True, unit=4.0)
+    exact = 0.875 * LARGEST * weight.double()
+    torch.testing.assert_close(found[0] / LARGEST, exact / LARGEST, rtol=1e-5, atol=0.0)
+
+
+def test_the_coefficient_of_a_z_loss_times_a_slope_of_phi_is_finite() -> None:
+    ones = torch.ones(N)
+    found = run_plain(ones, ones, 3e38 * ones, ones, ones, ones, z_loss=100.0, unit=64.0)
+    torch.testing.assert_close(found[[2, 4]], (LARGEST / 64.0 * ones.double()).expand(2, N), rtol=1e-6, atol=0.0)
+
+
 @triton.jit
 def counting_kernel(counted, kept, out_2N, N: tl.constexpr):
     token = tl.arange(0, N)
@@ -127,9 +144,9 @@ def test_what_a_mean_divides_by() -> None:
 
 
 @triton.jit
-def smoothing_kernel(at_target, mean, by_target, out_3N, unit, label_smoothing, classes, N: tl.constexpr):
+def smoothing_kernel(at_target, mean, by_target, out_3N, label_smoothing, classes, N: tl.constexpr):
     token = tl.arange(0, N)
-    smoothed = tokens.smoothed_targets(tl.load(at_target + token), tl.load(mean + token), unit, label_smoothing)
+    smoothed = tokens.smoothed_targets(tl.load(at_target + token), tl.load(mean + token), label_smoothing)
     by_s, by_class = tokens.smoothing_coefficients(tl.load(by_target + token), label_smoothing, classes)
     tl.store(out_3N + token, smoothed)
     tl.store(out_3N + N + token, by_s)
@@ -137,16 +154,16 @@ def smoothing_kernel(at_target, mean, by_target, out_3N, unit, label_smoothing, 
 
 
 def test_label_smoothing_is_that_of_torch() -> None:
-    classes, label_smoothing, unit = 10, 0.1, 4.0
+    classes, label_smoothing = 10, 0.1
     generator = torch.Generator().manual_seed(1)
     phi_NV = numbers(generator, N, classes).requires_grad_()
     target = torch.randint(classes, (N,), generator=generator)
     total = torch.nn.functional.cross_entropy(phi_NV, target, reduction="sum", label_smoothing=label_smoothing)
     (gradient_NV,) = torch.autograd.grad(total, phi_NV)
     at_target = phi_NV.detach().gather(1, target[:, None])[:, 0]
-    values = [v.float().to(DEVICE) for v in (at_target, phi_NV.detach().mean(1) / unit, -torch.ones(N))]
+    values = [v.float().to(DEVICE) for v in (at_target, phi_NV.detach().mean(1), -torch.ones(N))]
     out_3N = torch.full((3, N), math.nan, device=DEVICE)
-    smoothing_kernel[(1,)](*values, out_3N, unit, label_smoothing, classes, N=N)
+    smoothing_kernel[(1,)](*values, out_3N, label_smoothing, classes, N=N)
     smoothed, by_s, by_class = out_3N.cpu().double()
     torch.testing.assert_close((torch.logsumexp(phi_NV, 1) - smoothed).sum(), total, rtol=1e-5, atol=1e-5)
     expected_NV = torch.softmax(phi_NV, 1) + by_class[:, None] + by_s[:, None] * torch.eye(classes)[target]
@@ -166,6 +183,7 @@ def mixture_kernel(
     K,
     floor,
     z_loss,
+    unit,
     HAS_FLOOR: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
@@ -179,24 +197,26 @@ def mixture_kernel(
     n = tl.load(normalizer + position, mask=inside, other=0.0)
     o = tl.load(offset + position, mask=inside, other=0.0)
     prior = tl.load(log_prior + position, mask=inside, other=-float("inf"))
-    gap = tl.load(at_target + position, mask=inside, other=0.0) - n
+    gap = tl.load(at_target + position, mask=inside, other=0.0)
     w, t = tl.load(weight + token), tl.load(scale + token)[:, None]
-    log_p, responsibility = tokens.mixture_responsibilities(prior, gap, inside, floor, HAS_FLOOR)
-    loss = tokens.mixture_losses(log_p, n, o, prior, inside, w, z_loss, HAS_WEIGHT, HAS_Z_LOSS)
-    tl.store(losses + token, loss)
-    by_n, by_s = tokens.mixture_coefficients(responsibility, n, o, prior, w[:, None], t, z_loss, HAS_WEIGHT, HAS_Z_LOSS)
+    log_p, responsibility = tokens.mixture_responsibilities(prior, n, gap, inside, floor, unit, HAS_FLOOR)
+    loss = tokens.mixture_losses(log_p, n, o, prior, inside, w, z_loss, unit, HAS_WEIGHT, HAS_Z_LOSS)
+    tl.store(losses + token, tokens.mixture_unit(unit) * loss)
+    by_n, by_s = tokens.mixture_coefficients(
+        responsibility, n, o, prior, w[:, None], t, z_loss, unit, HAS_WEIGHT, HAS_Z_LOSS
+    )
     tl.store(by_2NK + position, by_n, mask=inside)
     tl.store(by_2NK + N * K + position, by_s, mask=inside)
 
 
-def run_mixture(n, s, o, log_prior, weight, scale, *, floor=0.0, z_loss=0.0, has_weight=False):
+def run_mixture(n, s, o, log_prior, weight, scale, *, floor=0.0, z_loss=0.0, has_weight=False, unit=8.0):
     components = n.shape[1]
     losses = torch.full((N,), math.nan, device=DEVICE)
     by_2NK = torch.full((2, N, components), math.nan, device=DEVICE)
-    values = [v.detach().float().to(DEVICE).contiguous() for v in (n, s, o, log_prior, weight, scale)]
+    values = [v.detach().float().to(DEVICE).contiguous() for v in (n, s / unit, o, log_prior, weight, scale)]
     flags = {"HAS_FLOOR": floor != 0, "HAS_WEIGHT": has_weight, "HAS_Z_LOSS": z_loss != 0}
     lanes = triton.next_power_of_2(components)
-    mixture_kernel[(1,)](*values, losses, by_2NK, components, floor, z_loss, **flags, N=N, LANES=lanes)
+    mixture_kernel[(1,)](*values, losses, by_2NK, components, floor, z_loss, unit, **flags, N=N, LANES=lanes)
     return losses.cpu().double(), by_2NK.cpu().double()
 
 

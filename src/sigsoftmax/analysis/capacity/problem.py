@@ -21,6 +21,7 @@ from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.lbfgs import Apply
 from sigsoftmax.analysis.spectrum.factorizations import damped_inverse
 from sigsoftmax.contract import normalizing
+from sigsoftmax.contract.rows import Logarithms
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
 from sigsoftmax.family.parameters import ParameterKind
@@ -91,7 +92,8 @@ class Problem:
         if prior_NK is None:
             return normalizing.log_probs(z_RV, form, arguments)
         z_NKV = z_RV.view(self.contexts, self.head.components, self.vocabulary)
-        return normalizing.mixture_log_probs(z_NKV, torch.log_softmax(prior_NK, -1), form, arguments)
+        log_prior = Logarithms(torch.log_softmax(prior_NK, -1))
+        return normalizing.mixture_log_probs(z_NKV, log_prior, form, arguments)
 
     def kl(self, log_q_NV: Tensor) -> float:
         return self.negative_entropy - float((self.weighted_p_NV * log_q_NV).sum())

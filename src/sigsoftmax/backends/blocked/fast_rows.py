@@ -47,7 +47,7 @@ class FastRows(ABC):
     def __init__(self, logits_like: Tensor, slower: RowRoutines) -> None:
         self.dtype = compute_dtype(logits_like.dtype)
         self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
-        self.slower = slower
+        self.slower, self.unit = slower, slower.unit
         self._turned_to_slower = False
         self._buffers: dict[str, Tensor] = {}
 
@@ -114,7 +114,7 @@ class ProbabilityRows(FastRows):
 
     @abstractmethod
     def _probabilities(self, z: Tensor, peak: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Offset, normaliser and phi of the target, (R, 1) each; None if the block does not suit."""
+        """Offset, normaliser and phi of the target in units, (R, 1) each; None if the block does not suit."""
 
     @abstractmethod
     def _slopes(self) -> tuple[Tensor, float]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sigsoftmax.backends.blocked.fast_rows import MOST_PHI, FastRows, ProbabilityRows, exponentials
 from sigsoftmax.backends.chunked.form_rows import FormRows, phi_gradient, row_stats
-from sigsoftmax.contract.rows import MASK, RowCoefficients, RowStats, RowTargets
+from sigsoftmax.contract.rows import MASK, Logarithms, RowCoefficients, RowStats, RowTargets
 from sigsoftmax.contract.tokens import scaled
 from sigsoftmax.family.formulas import LOGISTIC
 from sigsoftmax.family.parameters import ParameterKind
@@ -39,11 +39,10 @@ NONE_WANTED = (False, False, False)
 
 
 def logistic_target(z_y: Tensor, peak: Tensor, values: Sequence[float]) -> Tensor:
-    """phi of the targets relative to the offset of the peak, (R, 1), without cancellation; a mask keeps its -inf."""
+    """phi of the targets less the offset of the peak, in units, (R, 1), without cancellation; a mask keeps its -inf."""
     masked = z_y == MASK
     arguments = [z_y.new_tensor(value) for value in values]
-    relative, _ = LOGISTIC.relative(torch.where(masked, peak, z_y), peak, *arguments)
-    return torch.where(masked, z_y, relative)
+    return torch.where(masked, z_y, LOGISTIC.scaled(torch.where(masked, peak, z_y), peak, *arguments).value)
 
 
 def target_right_of_c(z_y: Tensor, peak: Tensor, beta: float, c: Tensor) -> Tensor:
@@ -139,8 +138,8 @@ class SoftmaxRows(LogisticProbabilities):
                 # The gap of a mask is infinite.
                 return None
             self._means[0] = mean_gap.double().add_(peak)
-        # Halved, because a gap may overflow that is a float if multiplied by a small alpha.
-        target = None if self._index is None else (0.5 * self._z_y - 0.5 * peak) * (2.0 * self.alpha)
+        # Halved, because the gap of extreme floats overflows.
+        target = None if self._index is None else (0.5 * self._z_y - 0.5 * peak) * (2.0 * self.alpha / self.unit)
         return peak * self.alpha, self._total.log(), target
 
     def _slopes(self) -> tuple[Tensor, float]:
@@ -189,12 +188,13 @@ class SigsoftmaxRows(LogisticProbabilities):
         target = None
         if self._index is not None:
             c_y = self._c_of(self._index)
-            target, x = self._z_y - peak, self._z_y - c_y
+            # A quarter, the unit being 4: the gap of extreme floats overflows.
+            target, x = 0.25 * self._z_y - 0.25 * peak, self._z_y - c_y
             if is_left:
                 # The lines of phi less the offset; log sigmoid(x) is min(x, 0) plus a function of |x|.
-                line = torch.where(x < 0, target - (c_y - self.centre), -height)
-                target, x = target + torch.where(height < 0, line, x.clamp(max=0.0)), x.abs_()
-            target += F.logsigmoid(x)
+                line = torch.where(x < 0, target - 0.25 * (c_y - self.centre), -0.25 * height)
+                target, x = target + torch.where(height < 0, line, 0.25 * x.clamp(max=0.0)), x.abs_()
+            target.add_(F.logsigmoid(x), alpha=0.25)
         return offset, self._total.log(), target
 
     def _slopes(self) -> tuple[Tensor, float]:
@@ -228,7 +228,7 @@ class SigmoidRows(LogisticProbabilities):
         if self._index is not None and lowest < 0.0:
             target = logistic_target(self._z_y, peak, (self.alpha, self.beta, float(self.c)))
         elif self._index is not None:
-            target = F.logsigmoid(self._z_y - self.c)
+            target = F.logsigmoid(self._z_y - self.c) / self.unit
         return offset, (self._total * torch.exp(-offset)).log_(), target
 
     def _slopes(self) -> tuple[Tensor, float]:
@@ -253,7 +253,7 @@ class ShiftedExpRows(LogisticProbabilities):
             return None
         self._p = exponentials(torch.sub(z, peak, out=self._buffer("p", z)))
         self._total = self._p.sum(-1, keepdim=True).add_(torch.exp(self.c - peak), alpha=z.shape[-1])
-        target = None if self._index is None else target_right_of_c(self._z_y, peak, self.beta, self.c)
+        target = None if self._index is None else target_right_of_c(self._z_y, peak, self.beta, self.c) / self.unit
         return peak, self._total.log(), target
 
     def _slopes(self) -> tuple[Tensor, float]:
@@ -292,7 +292,7 @@ class PowerRows(LogisticProbabilities):
             self._means[1] = minus_log.mul_(self._weights).sum(-1, keepdim=True).div_(self._total).neg_()
         target = None
         if self._index is not None:
-            target = target_right_of_c(self._z_y, peak, self.beta, self._c_of(self._index))
+            target = target_right_of_c(self._z_y, peak, self.beta, self._c_of(self._index)) / self.unit
         return peak, (self._total * torch.exp(-height)).log_(), target
 
     def _slopes(self) -> tuple[Tensor, float]:
@@ -357,7 +357,10 @@ class LogisticRows(FastRows):
         if targets.dense is not None:
             product = torch.mv if targets.dense.ndim == 1 else torch.linalg.vecdot
             at_dense = product(relative, targets.dense)
-        return row_stats(peak, self.alpha * peak, top + self._total.log(), relative, targets, at_dense)
+        normalizer = top + self._total.log()
+        stats = row_stats(peak, self.alpha * peak, normalizer, Logarithms(relative), targets, at_dense)
+        target, dense = (None if value is None else value / self.unit for value in (stats.target, stats.dense))
+        return stats._replace(target=target, dense=dense)
 
     def _fast_gradient(self, targets: RowTargets, coefficients: RowCoefficients, out_RV: Tensor) -> None:
         coefficients = coefficients._replace(normalizer=coefficients.normalizer / self._total.squeeze(-1))

@@ -36,7 +36,7 @@ class ReluRows(ProbabilityRows):
         self._positive = torch.clamp(z, min=0.0, out=self._buffer("positive", z))
         self._total = self._positive.sum(-1, keepdim=True) + z.shape[-1] * self.eps
         highest = torch.relu(peak) + self.eps
-        target = RELU.relative(self._z_y, peak, self.eps)[0] if self._index is not None else None
+        target = RELU.scaled(self._z_y, peak, self.eps).value if self._index is not None else None
         return highest.log(), (self._total / highest).log_(), target
 
     def _slopes(self) -> tuple[Tensor, float]:

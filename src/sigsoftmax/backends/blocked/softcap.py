@@ -53,7 +53,7 @@ class SoftcapRows(ProbabilityRows):
         offset = SOFTCAP.phi(peak, self.argument)
         self._phi, self._f = phi, exponentials(phi, out=f)
         self._total = f.sum(-1, keepdim=True)
-        target = None if self._index is None else SOFTCAP.relative(self._z_y, peak, self.argument)[0]
+        target = None if self._index is None else SOFTCAP.scaled(self._z_y, peak, self.argument).value
         return offset, (self._total * torch.exp(-offset)).log_(), target
 
     def _slopes(self) -> tuple[Tensor, float]:

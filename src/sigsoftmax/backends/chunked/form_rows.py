@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.contract import normalizing, tokens
-from sigsoftmax.contract.rows import RowCoefficients, RowStats, RowTargets, compute_dtype
+from sigsoftmax.contract.rows import Logarithms, RowCoefficients, RowStats, RowTargets, compute_dtype
 from sigsoftmax.family.formulas import Form
 from sigsoftmax.family.parameters import ParameterKind, kind_of
 
@@ -35,7 +35,11 @@ class FormRows:
         like = logits_like.new_empty(0, dtype=self.dtype)
         self.arguments = normalizing.arguments_like(like, form, [a.detach() for a in arguments])
         self.kinds = [kind_of(a) for a in arguments]
-        self.properties = form.properties([normalizing.constant(a) for a in arguments])
+        values = [normalizing.constant(a) for a in arguments]
+        known = tuple(value for value in values if value is not None)
+        is_known = form.is_builtin and len(known) == len(values)
+        self.unit = normalizing.fixed_unit(form, known, self.dtype) if is_known else form.unit(*self.arguments)
+        self.properties = form.properties(values)
         self.is_increasing = self.properties.is_increasing is True
         self.needs_arguments = needs_arguments
         self.max_rows = block_rows(logits_like.shape[-1], logits_like.device, BLOCK_BYTES)
@@ -43,12 +47,12 @@ class FormRows:
         self._rows: normalizing.Rows | None = None
 
     def rows(self, logits_RV: Tensor) -> normalizing.Rows:
-        return normalizing.rows(logits_RV, self.form, self.arguments, is_increasing=self.is_increasing)
+        return normalizing.rows(logits_RV, self.form, self.arguments, is_increasing=self.is_increasing, unit=self.unit)
 
     def stats(self, logits_RV: Tensor, targets: RowTargets) -> RowStats:
         rows = self._rows = self.rows(logits_RV)
         at_dense = None if targets.dense is None else rows.weighted(targets.dense)
-        return row_stats(rows.peak, rows.offset, rows.normalizer, rows.relative, targets, at_dense)
+        return row_stats(rows.peak, rows.offset, rows.normalizer, rows.in_units, targets, at_dense)
 
     def gradient(
         self, logits_RV: Tensor, targets: RowTargets, stats: RowStats, coefficients: RowCoefficients, out_RV: Tensor
@@ -89,12 +93,12 @@ def row_stats(
     peak_R1: Tensor,
     offset_R1: Tensor,
     normalizer_R1: Tensor,
-    relative_RV: Tensor,
+    relative: Logarithms,
     targets: RowTargets,
     at_dense_R: Tensor | None,
 ) -> RowStats:
     """The statistics of rows of which phi less the offset is known for every class."""
-    index_R = targets.index_R
+    index_R, relative_RV = targets.index_R, relative.multiples
     return RowStats(
         peak_R1.squeeze(-1),
         offset_R1.squeeze(-1),
@@ -102,7 +106,7 @@ def row_stats(
         None if index_R is None else relative_RV.gather(-1, index_R.unsqueeze(-1)).squeeze(-1),
         at_dense_R,
         relative_RV.argmax(-1) if targets.argmax else None,
-        tokens.entropy(relative_RV - normalizer_R1) if targets.entropy else None,
+        tokens.entropy(relative.values - normalizer_R1) if targets.entropy else None,
     )
 
 

@@ -18,9 +18,10 @@ from sigsoftmax.backends.chunked.mixture import MixtureBlock
 from sigsoftmax.backends.chunked.path import ChunkedPath, Prior, Spec
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import LogProbsResults, Problem
-from sigsoftmax.contract.rows import compute_dtype
+from sigsoftmax.contract.rows import Logarithms, compute_dtype
 from sigsoftmax.contract.spec import LogProbsSpec
 from sigsoftmax.contract.statistics import LogProbsGradient
+from sigsoftmax.contract.tokens import common_unit
 
 ROWS = "rows in blocks by torch operations"
 """The description of such paths."""
@@ -50,9 +51,11 @@ class PlainBlock:
 class MixedBlock:
     """The same of a mixture."""
 
-    def __init__(self, routines: FormRows, logits_RV: Tensor, log_prior_nK: Tensor, floor: float) -> None:
-        self.mixture = MixtureBlock(routines, logits_RV, log_prior_nK.to(routines.dtype), floor)
-        self.log_p_nV = self.mixture.log_p_nV
+    def __init__(self, routines: FormRows, logits_RV: Tensor, log_prior: Logarithms, floor: float) -> None:
+        unit = common_unit(log_prior.unit, routines.unit)
+        log_prior = Logarithms(log_prior.over(unit).to(routines.dtype), unit)
+        self.mixture = MixtureBlock(routines, logits_RV, log_prior, floor)
+        self.log_p_nV = self.mixture.log_p.values
         self.log_normalizer_nK = self.mixture.log_normalizer_nK
 
     def backpropagate(self, by: LogProbsGradient, out_RV: Tensor) -> Tensor | None:
@@ -81,7 +84,7 @@ class EveryClassPath(ChunkedPath[Spec]):
         """Gradients of the operands, given the derivatives by the log-probabilities of each block."""
         provider, prior = self.provider(operands, wants_gradient=True), self.prior(operands)
         routines = self._routines(operands, provider, needs_arguments=any(self.problem.wanted.arguments))
-        by_log_prior_NK = None if prior is None else torch.empty_like(prior.log_prior_NK)
+        by_log_prior_NK = None if prior is None else torch.empty_like(prior.log_prior.multiples)
         for blocks in provider.blocks(self.max_rows(routines)):
             for tokens, rows, logits_RV in blocks:
                 block = self._block(routines, tokens, logits_RV, prior)
@@ -105,7 +108,8 @@ class EveryClassPath(ChunkedPath[Spec]):
     ) -> PlainBlock | MixedBlock:
         if prior is None:
             return PlainBlock(routines, logits_RV)
-        return MixedBlock(routines, logits_RV, prior.log_prior_NK[tokens], self.problem.spec.floor)
+        log_prior = prior.log_prior._replace(multiples=prior.log_prior.multiples[tokens])
+        return MixedBlock(routines, logits_RV, log_prior, self.problem.spec.floor)
 
 
 class ChunkedLogProbs(EveryClassPath[LogProbsSpec]):

@@ -28,7 +28,7 @@ from sigsoftmax.backends.chunked.sharded_statistics import (
     per_row,
 )
 from sigsoftmax.backends.chunked.vocabulary_blocks import VocabularyBlocks
-from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowRoutines, RowStats, RowTargets
+from sigsoftmax.contract.rows import FusedRowRoutines, Logarithms, RowCoefficients, RowRoutines, RowStats, RowTargets
 from sigsoftmax.contract.tokens import TokenArithmetic, entropy
 
 
@@ -165,9 +165,7 @@ class LossLoop:
         if self.tokens.log_prior_NK is None:
             return combined, None
         # The losses of a mixture are known at once.
-        assert stats.target is not None
-        log_f_nK = (stats.target - stats.normalizer).view(-1, self.provider.components)
-        losses, by_log_f_nK = self.tokens.mixture_losses(span, log_f_nK)
+        losses, by_log_f_nK = self.tokens.mixture_losses(span, stats)
         self._collect(losses=losses)
         return combined, by_log_f_nK
 
@@ -213,8 +211,8 @@ class LossLoop:
         tokens, routines = self.tokens, self.routines
         assert tokens.log_prior_NK is not None and isinstance(routines, FormRows)
         normalizer_R = None if normalizer_R is None else normalizer_R[block.rows]
-        log_prior_nK = tokens.log_prior_NK[block.tokens]
-        mixture = MixtureBlock(routines, block.logits_RV, log_prior_nK, tokens.spec.floor, normalizer_R)
+        log_prior = Logarithms(tokens.log_prior_NK[block.tokens], tokens.unit)
+        mixture = MixtureBlock(routines, block.logits_RV, log_prior, tokens.spec.floor, normalizer_R)
         if not self.wants_gradient:
             return mixture, None
         by_log_p_nV = tokens.by_log_p(block.tokens, self.provider.num_classes, self.rows.owned_weight_N)
@@ -224,10 +222,10 @@ class LossLoop:
         self, mixture: MixtureBlock, by_log_f_nKV: Tensor | None, span: slice
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """This process's part of losses, entropies and dL/dlog prior, (C, n); log P of its best class, and which."""
-        log_p_nV = mixture.log_p_nV
+        log_p_nV = mixture.log_p.multiples
         parts = [self.tokens.losses_of_every_class(span, log_p_nV, self.rows.owned_N)]
         if self.wants_entropy:
-            parts.append(entropy(log_p_nV))
+            parts.append(entropy(mixture.log_p.values))
         if by_log_f_nKV is not None:
             parts += by_log_f_nKV.sum(-1).unbind(-1)
         return torch.stack(parts), *(log_p_nV.max(-1) if self.wants_argmax else (None, None))

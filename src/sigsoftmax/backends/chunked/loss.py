@@ -21,7 +21,14 @@ from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import LossResults, Problem
 from sigsoftmax.contract.rows import RowRoutines
 from sigsoftmax.contract.spec import LossSpec
-from sigsoftmax.contract.tokens import TokenArithmetic, TokenBatch, scaled, token_scales, token_weight_gradient
+from sigsoftmax.contract.tokens import (
+    TokenArithmetic,
+    TokenBatch,
+    mixes_every_class,
+    scaled,
+    token_scales,
+    token_weight_gradient,
+)
 from sigsoftmax.family.formulas import Form
 
 MakeRoutines = Callable[[Form, Sequence[Tensor], Tensor, bool], RowRoutines]
@@ -32,7 +39,10 @@ class Computed(NamedTuple):
     """A loss over all tokens, whose gradients by the logits went to the provider."""
 
     total: Tensor
+    total_in_units: Tensor
     tokens: TokenLosses
+    """whose losses are in units"""
+    unit: Tensor | float
     by_log_prior_NK: Tensor | None
     by_arguments: Sequence[Tensor]
     """gradients of the form's arguments, numbers or tensors, summed over all rows; empty where not wanted"""
@@ -59,18 +69,19 @@ class ChunkedLoss(ChunkedPath[LossSpec]):
         elif weights_N is not None:
             scale_N, is_empty = token_scales(spec, target, weights_N, class_weight, problem.compute_dtype)
         prior = self.prior(operands)
-        log_prior_NK = None if prior is None else prior.log_prior_NK
-        batch = TokenBatch(target=target, log_prior_NK=log_prior_NK, class_weight_V=class_weight, scale_N=scale_N)
+        log_prior = None if prior is None else prior.log_prior
+        batch = TokenBatch(target=target, log_prior=log_prior, class_weight_V=class_weight, scale_N=scale_N)
         provider = self.provider(operands, wants_rows)
         computed = self.run(provider, batch, operands, wants_rows)
-        loss, losses_N = _nan_where(is_empty, computed.total), computed.tokens.losses_N
+        loss, losses_N, unit = _nan_where(is_empty, computed.total), computed.tokens.losses_N, computed.unit
         if wanted.token_weights and weights_N is not None and has_gradients:
-            by_weights = token_weight_gradient(spec, target, weights_N, class_weight, losses_N, loss)
+            by_weights = token_weight_gradient(spec, target, weights_N, class_weight, losses_N, computed.total_in_units)
             if by_losses is not None:
                 by_weights = scaled(by_weights, by_losses.to(by_weights.dtype))
+            by_weights = by_weights * unit
         if spec.reduction == "none":
             loss = losses_N if weights_N is None else scaled(losses_N, weights_N.to(losses_N.dtype))
-            loss = loss.view(problem.leading)
+            loss = (loss * unit).view(problem.leading)
         by_arguments = computed.by_arguments if wants_rows else ()
         return LossResults(
             loss.to(problem.dtype),
@@ -89,10 +100,11 @@ class ChunkedLoss(ChunkedPath[LossSpec]):
         if scale_N is None:
             scale_N, is_empty = token_scales(spec, batch.target, None, batch.class_weight_V, dtype)
         numbers = torch.empty(0, dtype=dtype, device=like.device)
-        tokens = TokenArithmetic(spec, batch, scale_N if wants_gradient else None, num_classes, numbers)
-        make: MakeRoutines = FormRows if tokens.mixes_every_class else self.make_routines
+        make: MakeRoutines = FormRows if mixes_every_class(spec, batch) else self.make_routines
         form, arguments = spec.member.form, spec.member.arguments(operands.arguments)
         routines = make(form, arguments, like, self.needs_arguments(wants_gradient))
+        scales = scale_N if wants_gradient else None
+        tokens = TokenArithmetic(spec, batch, scales, num_classes, numbers, routines.unit)
         if shard is None:
             rows = WholeRows(tokens)
         else:
@@ -100,7 +112,9 @@ class ChunkedLoss(ChunkedPath[LossSpec]):
         loop = LossLoop(provider, routines, tokens, rows)
         result = loop.run()
         total = _nan_where(is_empty, scaled(result.losses_N, scale_N).sum())
-        return Computed(total, result, loop.prior_gradient_NK, routines.argument_gradients())
+        return Computed(
+            total * tokens.unit, total, result, tokens.unit, loop.prior_gradient_NK, routines.argument_gradients()
+        )
 
     def needs_arguments(self, wants_gradient: bool) -> bool:
         """True if gradients of the form's arguments are wanted."""

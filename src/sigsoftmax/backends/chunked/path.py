@@ -17,6 +17,7 @@ from sigsoftmax.backends.chunked.form_rows import FormRows
 from sigsoftmax.backends.chunked.logits import AnyProblem, GivenLogits, LinearLogits, LogitsProvider, plan_chunks
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import MIB, Problem
+from sigsoftmax.contract.rows import Logarithms
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, MemberSpec, StatisticsSpec
 
 Spec = TypeVar("Spec", LossSpec, LogProbsSpec, StatisticsSpec)
@@ -30,12 +31,15 @@ class Prior:
         self.routines = FormRows(spec.form, spec.arguments(tensors), logits_NK, needs_arguments)
 
     @functools.cached_property
-    def log_prior_NK(self) -> Tensor:
-        return self.routines.rows(self.logits_NK).log_probs
+    def log_prior(self) -> Logarithms:
+        """(N, K)"""
+        return self.routines.rows(self.logits_NK).log_probs_in_units
 
     def gradient(self, by_log_prior_NK: Tensor) -> Tensor:
         """The gradient of the logits; those of the arguments are summed by the routines."""
-        by_phi_NK = by_log_prior_NK - self.log_prior_NK.exp() * by_log_prior_NK.sum(-1, keepdim=True)
+        by_phi_NK = by_log_prior_NK - self.log_prior.values.exp() * by_log_prior_NK.sum(-1, keepdim=True)
+        # Those of a token that does not count are 0, also where its prior is NaN.
+        by_phi_NK.masked_fill_((by_log_prior_NK == 0).all(-1, keepdim=True), 0.0)
         by_logits_NK = torch.empty_like(self.logits_NK, memory_format=torch.contiguous_format)
         self.routines.backpropagate(self.logits_NK, by_phi_NK, by_logits_NK)
         return by_logits_NK
@@ -87,7 +91,7 @@ class ChunkedPath(Generic[Spec]):
         by_prior: Tensor | None = None
         by_prior_arguments: list[Tensor] = []
         if prior is not None and by_log_prior_NK is not None and (wanted.prior_logits or any(wanted.prior_arguments)):
-            by_prior = prior.gradient(by_log_prior_NK.to(prior.log_prior_NK.dtype))
+            by_prior = prior.gradient(by_log_prior_NK.to(prior.log_prior.multiples.dtype))
             by_prior_arguments = prior.argument_gradients()
         gradients = (
             *provider.gradients(),

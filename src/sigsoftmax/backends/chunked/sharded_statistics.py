@@ -122,6 +122,7 @@ class ShardedRows(WholeRows):
         self, shard: Shard, tokens: TokenArithmetic, form: Form, arguments: Sequence[Tensor], components: int
     ) -> None:
         super().__init__(tokens)
+        self.unit = tokens.row_unit
         self.shard, self.form, self.components = shard, form, components
         self.arguments = normalizing.arguments_like(tokens.numbers, form, [a.detach() for a in arguments])
         self.centres: dict[int, Tensor] = {}
@@ -158,7 +159,7 @@ class ShardedRows(WholeRows):
         peak_PR, offset_PR = all_PR["peak"], all_PR["offset"]
         leader_R = self._leader(peak_PR, offset_PR, all_PR["normalizer"])
         gap_PR = self._offset_gap(peak_PR, offset_PR, leader_R)
-        normalizer_PR = all_PR["normalizer"] + gap_PR
+        normalizer_PR = all_PR["normalizer"] + gap_PR * self.unit
         normalizer_R = torch.logsumexp(normalizer_PR, 0)
         target_R = dense_R = mass_R = entropy_R = argmax_R = None
         owner_R = per_row(self.owner_N, span, self.components)
@@ -178,7 +179,7 @@ class ShardedRows(WholeRows):
         peak_R, offset_R = _of_process(peak_PR, leader_R), _of_process(offset_PR, leader_R)
         stats = RowStats(peak_R, offset_R, normalizer_R, target_R, dense_R, argmax_R, entropy_R)
         rank = self.shard.rank
-        return Combined(stats, mass_R, torch.exp(normalizer_PR[rank] - normalizer_R), gap_PR[rank])
+        return Combined(stats, mass_R, torch.exp(normalizer_PR[rank] - normalizer_R), gap_PR[rank] * self.unit)
 
     def _gathered(self, own: Reduced) -> dict[str, Tensor]:
         """The statistics of rows of every process, (P, R) each; neutral for rows without classes there."""
@@ -204,10 +205,11 @@ class ShardedRows(WholeRows):
     def _leader(self, peak_PR: Tensor, offset_PR: Tensor, normalizer_PR: Tensor) -> Tensor:
         """The process that holds most of each row. In float64: offsets of several processes may overflow in float32."""
         first_R = torch.zeros_like(peak_PR[0], dtype=torch.int64)
-        return (self._offset_gap(peak_PR.double(), offset_PR.double(), first_R) + normalizer_PR).argmax(0)
+        gap_PR = self._offset_gap(peak_PR.double(), offset_PR.double(), first_R) * self.unit
+        return (gap_PR + normalizer_PR).argmax(0)
 
     def _offset_gap(self, peak_PR: Tensor, offset_PR: Tensor, leader_R: Tensor) -> Tensor:
-        """offset_PR less that of the leader of each row, in the dtype of the peaks."""
+        """offset_PR less that of the leader of each row, in units and in the dtype of the peaks."""
         if self.form.offset_gap is None:
             return offset_PR - _of_process(offset_PR, leader_R)
         own, of_leader = [], []

@@ -90,7 +90,7 @@ class MixtureLogProbs(TritonPath[LogProbsSpec], ChunkedLogProbs):
         assert prior is not None
         provider, member = self.provider(operands, wants_gradient=False), self.problem.spec.member
         kernels = LogitsKernels(member.form, member.arguments(operands.arguments), provider.logits_like)
-        log_prior_NK = prior.log_prior_NK.float().contiguous()
+        log_prior_NK = prior.log_prior.values.float().contiguous()
         for first, logits_RV in provider.chunks():
             span = slice(first, first + logits_RV.shape[0] // provider.components)
             parts = [None if part is None else part[span] for part in results]

@@ -85,7 +85,7 @@ class FusedMixture:
                 tile.programs(last - first),
                 (
                     *(first, last, tokens, components, problem.num_classes, programs),
-                    *(*prior_numbers, spec.ignore_index, spec.floor, spec.z_loss),
+                    *(*prior_numbers, float(kernels.unit), spec.ignore_index, spec.floor, spec.z_loss),
                 ),
                 {
                     **prior_constants,

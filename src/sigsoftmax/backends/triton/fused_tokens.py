@@ -80,7 +80,7 @@ class FusedTokensLoss(TritonLoss):
             self.needs_arguments(wants_gradient),
             rows_per_target=provider.components,
         )
-        tokens = TokenKernels(self.problem.spec, provider, batch, wants_gradient)
+        tokens = TokenKernels(self.problem.spec, kernels, provider, batch, wants_gradient)
         blocks = None
         if wants_gradient and isinstance(provider, LinearLogits) and provider.tiles_vocabulary:
             blocks = VocabularyBlocks(provider)
@@ -98,12 +98,12 @@ class FusedTokensLoss(TritonLoss):
                     provider.backpropagate()
         if blocks is not None:
             coefficients = tokens.coefficients
-            slopes = with_z_slopes(coefficients.normalizer, tokens.stats, tokens.z_slope_R)
+            slopes = with_z_slopes(coefficients.normalizer, tokens.stats, tokens.z_slope_R, kernels.unit)
             coefficients = coefficients._replace(normalizer=slopes)
             write_gradients(kernels, blocks, tokens.index, tokens.stats, coefficients)
-        total = tokens.total()
+        total, total_in_units = tokens.total().unbind()
         result = TokenLosses(tokens.losses, tokens.log_normalizer_NK, None, None)
-        return Computed(total, result, tokens.by_prior_NK, kernels.argument_gradients())
+        return Computed(total, total_in_units, result, tokens.unit, tokens.by_prior_NK, kernels.argument_gradients())
 
 
 def _chunk(kernels: LogitsKernels, tokens: TokenKernels, first: int, logits_RV: Tensor, out_RV: Tensor | None) -> None:
@@ -131,9 +131,16 @@ class TokenKernels:
     divided by the sum of their class weights for a mean.
     """
 
-    def __init__(self, spec: LossSpec, provider: LogitsProvider, batch: TokenBatch, wants_gradient: bool) -> None:
-        self.spec, self.target, self.components = spec, batch.target, provider.components
-        self.is_mixture, self.wants_gradient = batch.log_prior_NK is not None, wants_gradient
+    def __init__(
+        self,
+        spec: LossSpec,
+        kernels: LogitsKernels,
+        provider: LogitsProvider,
+        batch: TokenBatch,
+        wants_gradient: bool,
+    ) -> None:
+        self.spec, self.kernels, self.target, self.components = spec, kernels, batch.target, provider.components
+        self.is_mixture, self.wants_gradient = batch.log_prior is not None, wants_gradient
         tokens, rows = provider.num_tokens, provider.num_tokens * provider.components
         self.stats_6R = self._empty(6, rows)
         """the statistics of rows, in the order of ``RowStats``"""
@@ -173,8 +180,8 @@ class TokenKernels:
             num_warps=WARPS,
         )
         self.z_slope_R = self.by_prior_NK = self.log_prior_NK = None
-        if batch.log_prior_NK is not None:
-            self.log_prior_NK = batch.log_prior_NK.float().contiguous()
+        if batch.log_prior is not None:
+            self.log_prior_NK = batch.log_prior.values.float().contiguous()
             self.by_prior_NK = torch.empty_like(self.log_normalizer_NK) if wants_gradient else None
             # The coefficients of a mixture are known after the statistics of its rows, the z-loss among them.
             by_normalizer, by_target = self._empty(2, rows)
@@ -184,6 +191,11 @@ class TokenKernels:
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.target.device)
+
+    @property
+    def unit(self) -> Tensor | float:
+        """The unit of the losses. Kernels find it from the numbers of phi."""
+        return 2.0 * self.kernels.unit if self.is_mixture else self.kernels.unit
 
     def mix(self, first: int, last: int) -> None:
         """Losses and coefficients of a mixture's tokens whose rows have statistics; nothing without a prior."""
@@ -206,9 +218,11 @@ class TokenKernels:
                 by_normalizer,
                 by_target,
                 self.losses if self.by_prior_NK is None else self.by_prior_NK,
+                *self.kernels.unit_pointers(self.losses),
             ),
-            (first, last, self.components, spec.ignore_index, spec.floor, spec.z_loss),
+            (*self.kernels.values[:2], first, last, self.components, spec.ignore_index, spec.floor, spec.z_loss),
             {
+                **self.kernels.unit_constants,
                 "HAS_WEIGHT": self.class_weight is not None,
                 "HAS_FLOOR": spec.floor != 0,
                 "HAS_Z_LOSS": spec.z_loss != 0,
@@ -220,10 +234,10 @@ class TokenKernels:
         )
 
     def total(self) -> Tensor:
-        """The total; without a prior, the losses of tokens are computed with it."""
-        total = self._empty()
+        """The total, and the total in units; without a prior, the losses of tokens are computed with it."""
+        total = self._empty(2)
         if self.is_mixture:
-            tensors = (self.scale, self.losses, self.empty, total)
+            tensors: tuple[Tensor, ...] = (self.scale, self.losses, self.empty, total)
             numbers: tuple[float, ...] = (self.losses.numel(),)
             constants: dict[str, int] = {}
             kernel = token_losses.total_kernel
@@ -234,5 +248,8 @@ class TokenKernels:
             numbers = (self.losses.numel(), self.spec.ignore_index, self.spec.z_loss)
             constants = {"HAS_WEIGHT": self.class_weight is not None, "HAS_Z_LOSS": self.spec.z_loss != 0}
             kernel = token_losses.finish_tokens_kernel
-        launch(kernel, 1, tensors, numbers, {**constants, "BLOCK": self.block}, num_warps=WARPS)
+        tensors = (*tensors, *self.kernels.unit_pointers(self.losses))
+        numbers = (*self.kernels.values[:2], *numbers)
+        constants = {**self.kernels.unit_constants, **constants, "BLOCK": self.block}
+        launch(kernel, 1, tensors, numbers, constants, num_warps=WARPS)
         return total

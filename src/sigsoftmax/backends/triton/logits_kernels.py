@@ -5,6 +5,7 @@ Shapes: R rows, V classes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -254,7 +255,7 @@ class LogitsKernels:
                 # The sums over rows need the logits and all rows' statistics, so the gradient has to wait for both.
                 self._launch_form(call._replace(coefficients=None, out_RV=None, z_slope_R=None))
                 assert call.coefficients is not None
-                by_normalizer = with_z_slopes(call.coefficients.normalizer, call.stats, call.z_slope_R)
+                by_normalizer = with_z_slopes(call.coefficients.normalizer, call.stats, call.z_slope_R, self.unit)
                 known = call.coefficients._replace(normalizer=by_normalizer)
                 call = call._replace(coefficients=known, z_slope_R=None, reduces=False)
             self._launch_per_class(call)
@@ -348,6 +349,24 @@ class LogitsKernels:
             },
             num_warps=warps,
         )
+
+    @functools.cached_property
+    def unit(self) -> Tensor | float:
+        values = tuple(self.values[: len(self.arguments)])
+        if any(pointer is not None for pointer in self.pointers[:2]):
+            like = torch.empty(0, device=self.device)
+            return self.form.unit(*normalizing.arguments_like(like, self.form, self.arguments))
+        return normalizing.fixed_unit(self.form, values, torch.float32)
+
+    def unit_pointers(self, unused: Tensor) -> list[Tensor]:
+        """The tensors of the numbers that the unit depends on, of which kernels make it."""
+        return _present(unused, *self.pointers[:2])
+
+    @property
+    def unit_constants(self) -> dict[str, int | bool]:
+        """What kernels know of these numbers."""
+        alpha, beta = "ALPHA_IS_POINTER", "BETA_IS_POINTER"
+        return {"FORM": formulas.CODES[self.form.name], alpha: self.flags[alpha], beta: self.flags[beta]}
 
     def argument_pointers(self, unused: Tensor, first_class: int) -> list[Tensor]:
         """The tensors of alpha, beta, c and its mean."""

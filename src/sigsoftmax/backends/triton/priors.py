@@ -16,6 +16,7 @@ from sigsoftmax.backends.chunked.path import Prior
 from sigsoftmax.backends.triton.kernels import formulas
 from sigsoftmax.backends.triton.kernels.priors import log_prior_kernel
 from sigsoftmax.backends.triton.launch import launch
+from sigsoftmax.contract.rows import Logarithms
 from sigsoftmax.contract.spec import MemberSpec
 
 MOST_COMPONENTS = 256
@@ -54,14 +55,14 @@ class KernelPrior(Prior):
         self.logits_NK = logits_NK.contiguous().resolve_neg()
 
     @functools.cached_property
-    def log_prior_NK(self) -> Tensor:
+    def log_prior(self) -> Logarithms:
         out_NK = torch.empty(self.logits_NK.shape, dtype=torch.float32, device=self.logits_NK.device)
         self._launch(out_NK, out_NK, out_NK, is_backward=False)
-        return out_NK
+        return Logarithms(out_NK)
 
     def gradient(self, by_log_prior_NK: Tensor) -> Tensor:
         by_logits_NK = torch.empty_like(self.logits_NK)
-        self._launch(self.log_prior_NK, by_log_prior_NK.contiguous(), by_logits_NK, is_backward=True)
+        self._launch(self.log_prior.values, by_log_prior_NK.contiguous(), by_logits_NK, is_backward=True)
         return by_logits_NK
 
     def _launch(self, log_prior_NK: Tensor, by_log_prior_NK: Tensor, out_NK: Tensor, *, is_backward: bool) -> None:

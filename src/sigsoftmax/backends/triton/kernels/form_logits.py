@@ -149,7 +149,7 @@ def form_logits_kernel(
                 is_found = (row_total >= SMALLEST_SUM) & (row_total <= LARGEST_SUM)
                 if HAS_DENSE:
                     # Written again where it is not found.
-                    tl.store(dense_R + row, unit * tl.sum(dense_sum, 0))
+                    tl.store(dense_R + row, tl.sum(dense_sum, 0))
             if not is_found:
                 highest = tl.full([BLOCK], -float("inf"), tl.float32)
                 lowest = tl.full([BLOCK], float("inf"), tl.float32)
@@ -192,7 +192,7 @@ def form_logits_kernel(
                 row_total = tl.sum(total * lane_scale, 0)
                 normalizer = row_top + tl.log(row_total)
                 if HAS_DENSE:
-                    tl.store(dense_R + row, unit * tl.sum(dense_sum, 0))
+                    tl.store(dense_R + row, tl.sum(dense_sum, 0))
                 if HAS_ENTROPY:
                     tl.store(entropy_R + row, normalizer - tl.sum(weighted * lane_scale, 0) / row_total)
             row_offset = formulas.offset(peak, alpha, beta, centre, FORM)
@@ -200,7 +200,7 @@ def form_logits_kernel(
             tl.store(offset_R + row, row_offset)
             tl.store(normalizer_R + row, normalizer)
             if HAS_INDEX:
-                at_target = formulas.relative(
+                at_target = formulas.scaled(
                     tl.where(z_y == -float("inf"), peak, z_y), peak, alpha, beta, c_y, centre, FORM
                 )
                 tl.store(target_R + row, tl.where(z_y == -float("inf"), z_y, at_target))
@@ -211,7 +211,7 @@ def form_logits_kernel(
         if GRADIENT:
             by_n = tl.load(by_normalizer + row)
             if HAS_Z_SLOPE:
-                by_n = tokens.with_z_slopes(by_n, tl.load(z_slope + row), normalizer, row_offset)
+                by_n = tokens.with_z_slopes(by_n, tl.load(z_slope + row), normalizer, row_offset, unit)
             by_s = tl.full((), 0.0, tl.float32)
             if HAS_INDEX:
                 by_s = tl.load(by_target + row)

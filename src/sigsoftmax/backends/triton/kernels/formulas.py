@@ -43,7 +43,9 @@ def unit_of(alpha, beta, FORM: tl.constexpr):
     """The unit of :func:`scaled`: for the logistic form twice a power of two that is at least both slopes and 1."""
     if FORM == LOGISTIC:
         steepest = tl.maximum(tl.maximum(tl.abs(alpha), tl.abs(alpha + beta)), 1.0)
-        return 2.0 * tl.exp2(tl.ceil(tl.log2(steepest)))
+        # A mantissa beyond 1 is carried into the exponent: no logarithm, which is rounded, decides.
+        bits = (steepest.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        return 2.0 * bits.to(tl.float32, bitcast=True)
     else:
         return 1.0
 
@@ -102,15 +104,15 @@ def offset(peak, alpha, beta, centre, FORM: tl.constexpr):
 
 @triton.jit
 def offset_gap(peak, other, alpha, beta, centre, FORM: tl.constexpr):
-    """The offset of a row less that of another, which rounded offsets do not give."""
+    """The offset of a row less that of another, in units, which rounded offsets do not give."""
     if FORM == LOGISTIC:
         # A line of slope alpha + beta left of c and of slope alpha right of it.
         left = tl.minimum(peak, centre) - tl.minimum(other, centre)
         right = tl.maximum(peak, centre) - tl.maximum(other, centre)
         unit = unit_of(alpha, beta, FORM)
-        return unit * ((2.0 * (alpha + beta) / unit) * (0.5 * left) + (2.0 * alpha / unit) * (0.5 * right))
+        return (2.0 * (alpha + beta) / unit) * (0.5 * left) + (2.0 * alpha / unit) * (0.5 * right)
     else:
-        return relative(peak, other, alpha, beta, centre, centre, FORM)
+        return scaled(peak, other, alpha, beta, centre, centre, FORM)
 
 
 @triton.jit

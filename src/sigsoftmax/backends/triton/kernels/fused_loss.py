@@ -25,10 +25,11 @@ def token_scale(target, N, ignore_index, IS_MEAN: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def add_up(shares, total, N, programs, BLOCK: tl.constexpr):
+def add_up(shares, total, N, programs, unit, BLOCK: tl.constexpr):
     """The last of the programs to finish adds up the shares of all tokens, always in the same order.
 
-    ``shares`` has one element more than there are tokens; it counts the programs that are done and begins at 0.
+    They are in units, and the total is not. ``shares`` has one element more than there are tokens; it counts the
+    programs that are done and begins at 0.
     """
     # All threads have stored what they share before one of them says so.
     tl.debug_barrier()
@@ -39,7 +40,7 @@ def add_up(shares, total, N, programs, BLOCK: tl.constexpr):
             position = start + tl.arange(0, BLOCK)
             # Not from a cache of this multiprocessor: others have stored them.
             sums += tl.load(shares + position, mask=position < N, other=0.0, cache_modifier=".cg")
-        tl.store(total, tl.sum(sums, 0).to(total.dtype.element_ty))
+        tl.store(total, (tl.sum(sums, 0) * unit).to(total.dtype.element_ty))
 
 
 @triton.jit
@@ -71,6 +72,7 @@ def loss_kernel(
     beyond the ``classes``.
     """
     scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
+    unit = softmax_row.unit_of(alpha, IS_SIG)
     softmax_logits.stagger_start(stagger)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         pointer = softmax_row.row_at(logits, row, V)
@@ -87,12 +89,12 @@ def loss_kernel(
             row_sum, peak = softmax_row.forward_reduction(pointer, first, alpha, c, V, IS_SIG, LANES)
         gap = softmax_row.gap_of(z_y, peak, alpha, c, IS_SIG)
         if IS_SMOOTH:
-            gap = tokens.smoothed_targets(gap, gaps, smoothed_row.unit_of(alpha, IS_SIG), label_smoothing)
+            gap = tokens.smoothed_targets(gap, gaps, label_smoothing)
         normalizer = tl.log(row_sum)
         offset = softmax_row.row_offset(peak, alpha, c, IS_SIG)
-        loss = tokens.token_losses(normalizer, gap, offset, 1.0, z_loss, False, HAS_Z_LOSS)
+        loss = tokens.token_losses(normalizer, gap, offset, 1.0, z_loss, unit, False, HAS_Z_LOSS)
         tl.store(shares + row, tokens.token_shares(loss, scale, is_kept))
-        by_n, by_s = tokens.token_coefficients(normalizer, offset, scale, is_kept, z_loss, HAS_Z_LOSS)
+        by_n, by_s = tokens.token_coefficients(normalizer, offset, scale, is_kept, z_loss, unit, HAS_Z_LOSS)
         out_pointer = softmax_row.row_at(out, row, V)
         if IS_SMOOTH:
             by_s, by_class = tokens.smoothing_coefficients(by_s, label_smoothing, classes)
@@ -119,7 +121,7 @@ def loss_kernel(
             softmax_row.write_gradient(
                 pointer, out_pointer, row_sum, peak, by_n, by_s, y, z_y, is_kept, alpha, c, V, IS_SIG, True, LANES
             )
-    add_up(shares, total, N, tl.num_programs(0), BLOCK)
+    add_up(shares, total, N, tl.num_programs(0), unit, BLOCK)
 
 
 @triton.jit
@@ -149,6 +151,7 @@ def pipelined_kernel(
     """
     scale = token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
     tl.store(statistics + 2 * N, scale)
+    unit = softmax_row.unit_of(alpha, IS_SIG)
     softmax_logits.stagger_start(stagger)
     tiles = pipelined_row.tiles_at(softmax_row.row_at(logits, tl.program_id(0), V), LANES)
     next_y = tl.load(target + tl.program_id(0))
@@ -162,7 +165,7 @@ def pipelined_kernel(
         tl.store(statistics + row, row_sum)
         tl.store(statistics + N + row, peak)
         offset = softmax_row.row_offset(peak, alpha, c, IS_SIG)
-        by_n, by_s = tokens.token_coefficients(tl.log(row_sum), offset, scale, is_kept, z_loss, HAS_Z_LOSS)
+        by_n, by_s = tokens.token_coefficients(tl.log(row_sum), offset, scale, is_kept, z_loss, unit, HAS_Z_LOSS)
         tiles = pipelined_row.write_gradient(
             tiles,
             fast_path,
@@ -209,15 +212,16 @@ def finish_kernel(
     tl.device_assert((not is_kept) | ((y >= 0) & (y < classes)), "target out of range; see SIGSOFTMAX_CHECK=1")
     y = tl.where(is_kept, y, 0)
     scale = tl.load(statistics + 2 * N)
+    unit = softmax_row.unit_of(alpha, IS_SIG)
     row_sum = tl.load(statistics + row, mask=is_row, other=1.0)
     peak = tl.load(statistics + N + row, mask=is_row, other=0.0)
     z_y = tl.load(softmax_row.row_at(logits, row, V) + y, mask=is_row, other=0.0).to(tl.float32)
     gap = softmax_row.gap_of(z_y, peak, alpha, c, IS_SIG)
     normalizer = tl.log(row_sum)
     offset = softmax_row.row_offset(peak, alpha, c, IS_SIG)
-    loss = tokens.token_losses(normalizer, gap, offset, 1.0, z_loss, False, HAS_Z_LOSS)
+    loss = tokens.token_losses(normalizer, gap, offset, 1.0, z_loss, unit, False, HAS_Z_LOSS)
     tl.store(shares + row, tokens.token_shares(loss, scale, is_kept), mask=is_row)
-    by_n, by_s = tokens.token_coefficients(normalizer, offset, scale, is_kept, z_loss, HAS_Z_LOSS)
+    by_n, by_s = tokens.token_coefficients(normalizer, offset, scale, is_kept, z_loss, unit, HAS_Z_LOSS)
     out_pointer = softmax_row.row_at(out, row, V)
     softmax_row.write_target(out_pointer, by_n / row_sum * alpha, peak, by_s, y, z_y, is_kept, alpha, c, IS_SIG)
-    add_up(shares, total, N, tl.num_programs(0), BLOCK)
+    add_up(shares, total, N, tl.num_programs(0), unit, BLOCK)

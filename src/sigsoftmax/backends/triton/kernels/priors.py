@@ -38,7 +38,9 @@ def by_prior_logits(z, log_f, by_log_f, alpha, beta, c, FORM: tl.constexpr):
     """The gradient of the logits, given that of log f; outside the row both are masked."""
     safe_z = tl.where(z != -float("inf"), z, 0.0)
     by_phi = by_log_f - tl.exp(log_f) * tl.sum(by_log_f, 1)[:, None]
-    return by_phi * tl.where(z != -float("inf"), formulas.slope(safe_z, alpha, beta, c, FORM), 1.0)
+    gradient = by_phi * tl.where(z != -float("inf"), formulas.slope(safe_z, alpha, beta, c, FORM), 1.0)
+    # Those of a token that does not count are 0, also where its prior is NaN.
+    return tl.where(tl.sum(tl.abs(by_log_f), 1)[:, None] == 0, 0.0, gradient)
 
 
 @triton.jit

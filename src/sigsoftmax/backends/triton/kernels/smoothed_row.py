@@ -16,12 +16,6 @@ from sigsoftmax.backends.triton.kernels import formulas, intrinsics, softmax_row
 
 
 @triton.jit
-def unit_of(alpha, IS_SIG: tl.constexpr):
-    beta: tl.constexpr = 1.0 if IS_SIG else 0.0
-    return formulas.unit_of(alpha, beta, formulas.LOGISTIC)
-
-
-@triton.jit
 def _tile(pointer, peak, normalizer, alpha, c, start, classes, IS_SIG: tl.constexpr, LANES: tl.constexpr):
     """A mask of the lanes that are classes; and the scaled value, the weight and the slope of phi."""
     IS_ROUGH: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth == 16
@@ -82,7 +76,7 @@ def _sums(pointer, peak, alpha, c, classes, IS_SIG: tl.constexpr, LANES: tl.cons
         total += u * (u * intrinsics.reciprocal(u + b)) if IS_SIG else u
         gaps += tl.where(is_class, _gap(intrinsics.widened(tile), u + b, scale, IS_SIG), 0.0)
     gap = tl.sum(gaps, 0) - classes * (2.0 * shift + residual if IS_SIG else shift + residual)
-    return tl.sum(total, 0) / grown, gap * formulas.LOG_2 / (classes * unit_of(alpha, IS_SIG))
+    return tl.sum(total, 0) / grown, gap * formulas.LOG_2 / (classes * softmax_row.unit_of(alpha, IS_SIG))
 
 
 @triton.jit

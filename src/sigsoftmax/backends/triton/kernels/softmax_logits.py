@@ -117,7 +117,7 @@ def softmax_logits_kernel(
             if not IS_EARLY:
                 by_n, by_s, z_scale = _coefficients(by_normalizer, by_target, z_slope, row, HAS_INDEX, HAS_Z_SLOPE)
             if HAS_Z_SLOPE:
-                by_n = tokens.with_z_slopes(by_n, z_scale, normalizer, offset)
+                by_n = tokens.with_z_slopes(by_n, z_scale, normalizer, offset, softmax_row.unit_of(alpha, IS_SIG))
             out_pointer = softmax_row.row_at(out, row, out_stride)
             if IS_PIPELINED:
                 # After the last row of a program any will do: it is read and not used.

@@ -296,16 +296,24 @@ def row_offset(peak, alpha, c, IS_SIG: tl.constexpr):
 
 
 @triton.jit
+def unit_of(alpha, IS_SIG: tl.constexpr):
+    beta: tl.constexpr = 1.0 if IS_SIG else 0.0
+    return formulas.unit_of(alpha, beta, formulas.LOGISTIC)
+
+
+@triton.jit
 def gap_of(z, peak, alpha, c, IS_SIG: tl.constexpr):
-    """log g of a logit, less the offset of its row."""
-    # Halved, because a gap may overflow that is a float if multiplied by a small alpha.
-    gap = (0.5 * z - 0.5 * peak) * (2.0 * alpha)
+    """log g of a logit, less the offset of its row, in units."""
+    unit = unit_of(alpha, IS_SIG)
+    # Halved, because the gap of extreme floats overflows.
+    half_gap = 0.5 * z - 0.5 * peak
+    gap = half_gap * (2.0 * alpha / unit)
     if IS_SIG:
         # The line left of c is taken from the gap, as in the form's ``relative``.
-        x = z - c
-        tail = -tl.log(1.0 + tl.exp(-tl.abs(x)))
-        line = tl.where(peak > c, tl.minimum(x, 0.0), tl.minimum(z - peak, c - peak))
-        gap = gap + line + tail
+        half_x = 0.5 * z - 0.5 * c
+        tail = -tl.log(1.0 + tl.exp(-tl.abs(z - c)))
+        half_line = tl.where(peak > c, tl.minimum(half_x, 0.0), tl.minimum(half_gap, 0.5 * c - 0.5 * peak))
+        gap = gap + half_line * (2.0 / unit) + tail / unit
     # -inf is a mask: inf - inf must not come of it.
     return tl.where(z == -float("inf"), z, gap)
 

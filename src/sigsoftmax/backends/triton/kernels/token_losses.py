@@ -85,14 +85,23 @@ def finish_tokens_kernel(
     losses,
     log_normalizer,
     total,
+    alpha_pointer,
+    beta_pointer,
+    alpha_value,
+    beta_value,
     N,
     ignore_index,
     z_loss,
+    FORM: tl.constexpr,
+    ALPHA_IS_POINTER: tl.constexpr,
+    BETA_IS_POINTER: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The loss of each token, 0 for an ignored one, and their weighted total."""
+    """The loss of each token in units, 0 for an ignored one, and their weighted total, the same in units after it."""
+    alpha = argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
+    unit = formulas.unit_of(alpha, argument(beta_pointer, beta_value, BETA_IS_POINTER), FORM)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, N, BLOCK):
         position = start + tl.arange(0, BLOCK)
@@ -106,23 +115,43 @@ def finish_tokens_kernel(
         weight = 1.0
         if HAS_WEIGHT:
             weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
-        loss = tokens.token_losses(n, gap, row_offset, weight, z_loss, HAS_WEIGHT, HAS_Z_LOSS)
+        loss = tokens.token_losses(n, gap, row_offset, weight, z_loss, unit, HAS_WEIGHT, HAS_Z_LOSS)
         loss = tl.where(is_kept, loss, 0.0)
         tl.store(losses + position, loss, mask=inside)
         sums += tokens.scaled(loss, tl.load(scale + position, mask=inside, other=0.0))
-    tl.store(total, tl.sum(sums, 0) + tl.load(empty))
+    in_units = tl.sum(sums, 0) + tl.load(empty)
+    tl.store(total, in_units * unit)
+    tl.store(total + 1, in_units)
 
 
 @triton.jit
-def total_kernel(scale, losses, empty, total, N, BLOCK: tl.constexpr):
-    """The weighted total of losses."""
+def total_kernel(
+    scale,
+    losses,
+    empty,
+    total,
+    alpha_pointer,
+    beta_pointer,
+    alpha_value,
+    beta_value,
+    N,
+    FORM: tl.constexpr,
+    ALPHA_IS_POINTER: tl.constexpr,
+    BETA_IS_POINTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The weighted total of the losses of a mixture, and after it the same in units."""
+    alpha = argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
+    unit = formulas.unit_of(alpha, argument(beta_pointer, beta_value, BETA_IS_POINTER), FORM)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, N, BLOCK):
         position = start + tl.arange(0, BLOCK)
         inside = position < N
         token_scale = tl.load(scale + position, mask=inside, other=0.0)
         sums += tokens.scaled(tl.load(losses + position, mask=inside, other=0.0), token_scale)
-    tl.store(total, tl.sum(sums, 0) + tl.load(empty))
+    in_units = tl.sum(sums, 0) + tl.load(empty)
+    tl.store(total, in_units * tokens.mixture_unit(unit))
+    tl.store(total + 1, in_units)
 
 
 @triton.jit
@@ -139,12 +168,19 @@ def mixture_kernel(
     by_normalizer,
     by_target,
     by_prior,
+    alpha_pointer,
+    beta_pointer,
+    alpha_value,
+    beta_value,
     first,
     N,
     K,
     ignore_index,
     floor,
     z_loss,
+    FORM: tl.constexpr,
+    ALPHA_IS_POINTER: tl.constexpr,
+    BETA_IS_POINTER: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_FLOOR: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
@@ -152,7 +188,9 @@ def mixture_kernel(
     TOKENS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Losses of the tokens from ``first`` to N, and the derivatives of their total by the row statistics."""
+    """Losses in units of the tokens from ``first`` to N, and the derivatives of their total by the row statistics."""
+    alpha = argument(alpha_pointer, alpha_value, ALPHA_IS_POINTER)
+    unit = formulas.unit_of(alpha, argument(beta_pointer, beta_value, BETA_IS_POINTER), FORM)
     token = first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < N
     component = tl.arange(0, LANES)[None, :]
@@ -164,17 +202,17 @@ def mixture_kernel(
     row_offset = tl.load(offset + position, mask=inside, other=0.0)
     tl.store(log_normalizer + position, n + row_offset, mask=inside)
     prior = tl.load(log_prior + position, mask=inside, other=-float("inf"))
-    gap = tl.load(at_target + position, mask=inside, other=0.0) - n
-    log_p, responsibility = tokens.mixture_responsibilities(prior, gap, inside, floor, HAS_FLOOR)
+    gap = tl.load(at_target + position, mask=inside, other=0.0)
+    log_p, responsibility = tokens.mixture_responsibilities(prior, n, gap, inside, floor, unit, HAS_FLOOR)
     weight = tl.full([TOKENS], 1.0, tl.float32)
     if HAS_WEIGHT:
         weight = tl.load(class_weight + y, mask=is_kept, other=0.0)
-    loss = tokens.mixture_losses(log_p, n, row_offset, prior, inside, weight, z_loss, HAS_WEIGHT, HAS_Z_LOSS)
+    loss = tokens.mixture_losses(log_p, n, row_offset, prior, inside, weight, z_loss, unit, HAS_WEIGHT, HAS_Z_LOSS)
     tl.store(losses + token, tl.where(is_kept, loss, 0.0), mask=is_token)
     if HAS_GRADIENT:
         token_scale = tl.load(scale + token, mask=is_token, other=0.0)[:, None]
         by_n, by_s = tokens.mixture_coefficients(
-            responsibility, n, row_offset, prior, weight[:, None], token_scale, z_loss, HAS_WEIGHT, HAS_Z_LOSS
+            responsibility, n, row_offset, prior, weight[:, None], token_scale, z_loss, unit, HAS_WEIGHT, HAS_Z_LOSS
         )
         tl.store(by_target + position, by_s, mask=inside)
         tl.store(by_prior + position, by_s, mask=inside)
@@ -250,8 +288,10 @@ def mixture_log_probs_kernel(
         z, row_peak[None, :], n[None, :], alpha, beta, c, centre, FORM, C_PER_CLASS, IS_ROUGH
     )
     # NaN where all classes of a row are masked, as under torch's softmax.
-    log_f = formulas.unit_of(alpha, beta, FORM) * value + (n - n)[None, :]
-    log_p, _ = tokens.mixture_responsibilities(prior[None, :], log_f, inside, floor, HAS_FLOOR)
+    unit = formulas.unit_of(alpha, beta, FORM)
+    log_f = value + (n - n)[None, :]
+    log_p, _ = tokens.mixture_responsibilities(prior[None, :], 0.0, log_f, inside, floor, unit, HAS_FLOOR)
+    log_p *= tokens.mixture_unit(unit)
     tl.store(out + token.to(tl.int64) * V + position, log_p.to(out.dtype.element_ty), mask=is_class)
 
 
@@ -276,6 +316,7 @@ def fused_mixture_kernel(
     alpha,
     beta,
     c,
+    unit,
     ignore_index,
     floor,
     z_loss,
@@ -290,8 +331,8 @@ def fused_mixture_kernel(
 ):
     """Shares of the tokens from ``first`` to ``last`` in the loss, and its derivatives by their row statistics.
 
-    Targets, prior and shares are those of all N tokens, row statistics those of the chunk. The last of the
-    ``programs`` of all chunks adds up the loss.
+    Targets, prior and shares are those of all N tokens, row statistics those of the chunk, in the ``unit`` of phi. The
+    other numbers and the form are those of the prior. The last of the ``programs`` of all chunks adds up the loss.
     """
     scale = fused_loss.token_scale(target, N, ignore_index, IS_MEAN, BLOCK)
     token = first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -306,17 +347,17 @@ def fused_mixture_kernel(
     z = tl.load(prior_logits + position, mask=inside, other=-float("inf")).to(tl.float32)
     log_prior = priors.log_prior_of(z, alpha, beta, c, FORM, IS_INCREASING)
     n = tl.load(normalizer + row, mask=inside, other=0.0)
-    gap = tl.load(at_target + row, mask=inside, other=0.0) - n
+    gap = tl.load(at_target + row, mask=inside, other=0.0)
     row_offset = tl.load(offset + row, mask=inside, other=0.0)
-    log_p, responsibility = tokens.mixture_responsibilities(log_prior, gap, inside, floor, HAS_FLOOR)
-    loss = tokens.mixture_losses(log_p, n, row_offset, log_prior, inside, 1.0, z_loss, False, HAS_Z_LOSS)
+    log_p, responsibility = tokens.mixture_responsibilities(log_prior, n, gap, inside, floor, unit, HAS_FLOOR)
+    loss = tokens.mixture_losses(log_p, n, row_offset, log_prior, inside, 1.0, z_loss, unit, False, HAS_Z_LOSS)
     tl.store(shares + token, tokens.token_shares(loss, scale, is_kept), mask=is_token)
     token_scale = tokens.token_scales(is_kept, scale)[:, None]
     by_n, by_s = tokens.mixture_coefficients(
-        responsibility, n, row_offset, log_prior, 1.0, token_scale, z_loss, False, HAS_Z_LOSS
+        responsibility, n, row_offset, log_prior, 1.0, token_scale, z_loss, unit, False, HAS_Z_LOSS
     )
     tl.store(by_target + row, by_s, mask=inside)
     by_z = priors.by_prior_logits(z, log_prior, tl.where(inside, by_s, 0.0), alpha, beta, c, FORM)
     tl.store(by_prior + position, by_z.to(by_prior.dtype.element_ty), mask=inside)
     tl.store(by_normalizer + row, by_n, mask=inside)
-    fused_loss.add_up(shares, total, N, programs, BLOCK)
+    fused_loss.add_up(shares, total, N, programs, tokens.mixture_unit(unit), BLOCK)

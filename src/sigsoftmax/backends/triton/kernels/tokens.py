@@ -5,6 +5,7 @@ z-loss, label smoothing or mixtures. They are inlined, take blocks of any shape,
 
 In all of them ``normalizer`` is the log-sum-exp of phi over a row less the offset of the row, and the "log normaliser"
 is their sum, the absolute log-sum-exp. A token counts ``scale`` in the result; ``is_kept`` is false for an ignored one.
+What is said of targets is in units of phi, and so are losses, until all of them have been added up.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def token_scales(is_kept, scale):
 
 @triton.jit
 def token_shares(loss, scale, is_kept):
-    """The share of each token in a sum or a mean; NaN where the scale is that of a mean of no tokens."""
+    """The share of each token in a sum or a mean, in units; NaN where the scale is that of a mean of no tokens."""
     return tl.where(scale == float("inf"), float("nan"), tl.where(is_kept, scale * loss, 0.0))
 
 
@@ -74,6 +75,12 @@ def z_slopes(x, z_loss):
 
 
 @triton.jit
+def limited_slopes(by_normalizer, unit):
+    """Limit what z-loss adds to a coefficient, so that its product with a slope of phi does not overflow."""
+    return finite(by_normalizer * unit) / unit
+
+
+@triton.jit
 def _token_losses(negative_log_p, weight, z_part, HAS_WEIGHT: tl.constexpr, HAS_Z_LOSS: tl.constexpr):
     """The class weight multiplies the cross-entropy and not the z-loss."""
     loss = negative_log_p
@@ -91,14 +98,18 @@ def token_losses(
     offset,
     weight,
     z_loss,
+    unit,
     HAS_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
 ):
-    """The loss of each token; ``at_target`` is phi of its target less the offset, ``weight`` that of its class."""
+    """The loss of each token, in units.
+
+    ``at_target`` is phi of its target less the offset, in units, and ``weight`` that of its class.
+    """
     z_part = 0.0
     if HAS_Z_LOSS:
-        z_part = z_losses(finite_log_normalizers(normalizer, offset), 1.0, z_loss)
-    return _token_losses(normalizer - at_target, weight, z_part, HAS_WEIGHT, HAS_Z_LOSS)
+        z_part = z_losses(finite_log_normalizers(normalizer, offset), 1.0, z_loss) / unit
+    return _token_losses(normalizer / unit - at_target, weight, z_part, HAS_WEIGHT, HAS_Z_LOSS)
 
 
 @triton.jit
@@ -111,25 +122,26 @@ def class_coefficients(scale, weight, HAS_WEIGHT: tl.constexpr):
 
 
 @triton.jit
-def with_z_slopes(by_normalizer, z_slope, normalizer, offset):
+def with_z_slopes(by_normalizer, z_slope, normalizer, offset, unit):
     """Add the derivative of z-loss to that by the normaliser; ``z_slope`` is that of the token's scale, or 0."""
-    return by_normalizer + scaled(finite_log_normalizers(normalizer, offset), z_slope)
+    return by_normalizer + limited_slopes(scaled(finite_log_normalizers(normalizer, offset), z_slope), unit)
 
 
 @triton.jit
-def token_coefficients(normalizer, offset, scale, is_kept, z_loss, HAS_Z_LOSS: tl.constexpr):
+def token_coefficients(normalizer, offset, scale, is_kept, z_loss, unit, HAS_Z_LOSS: tl.constexpr):
     """The derivatives of the total by normaliser and target of each token, all at once and without class weights."""
     by_normalizer = scale
     if HAS_Z_LOSS:
-        # Ignored rows are sorted out below, so that nothing stands between product and sum: they are one operation.
-        by_normalizer = scale + z_slopes(scale, z_loss) * finite_log_normalizers(normalizer, offset)
+        # Ignored rows are sorted out below.
+        slope = z_slopes(scale, z_loss) * finite_log_normalizers(normalizer, offset)
+        by_normalizer = scale + limited_slopes(slope, unit)
     return token_scales(is_kept, by_normalizer), token_scales(is_kept, -scale)
 
 
 @triton.jit
-def smoothed_targets(at_target, mean, unit, label_smoothing):
-    """The replacement of phi of the target under label smoothing; ``unit`` times ``mean`` is the mean of phi."""
-    return (1.0 - label_smoothing) * at_target + (label_smoothing * unit) * mean
+def smoothed_targets(at_target, mean, label_smoothing):
+    """The replacement of phi of the target under label smoothing, by the mean of phi, all in units."""
+    return (1.0 - label_smoothing) * at_target + label_smoothing * mean
 
 
 @triton.jit
@@ -139,26 +151,37 @@ def smoothing_coefficients(by_target, label_smoothing, classes):
 
 
 @triton.jit
-def mixture_responsibilities(log_prior, log_f, inside, floor, HAS_FLOOR: tl.constexpr):
+def mixture_unit(unit):
+    """The unit of the losses of a mixture: sums of a log-prior and a log f are finite in it."""
+    return 2.0 * unit
+
+
+@triton.jit
+def mixture_responsibilities(log_prior, normalizer, at_target, inside, floor, unit, HAS_FLOOR: tl.constexpr):
     """The log-probability of each target under its mixture, and the responsibility of each component for it.
 
     Components lie along the second axis; those not ``inside`` do not exist. With a floor, the first is
     log(p + floor), and the second the derivative of that by log f, which is p / (p + floor) times the responsibility.
+    The first is in units of a mixture, the phi of targets in the ``unit`` of rows.
     """
-    joint = tl.where(inside, log_prior + log_f, -float("inf"))
+    log_f = at_target - normalizer / unit
+    unit = mixture_unit(unit)
+    joint = tl.where(inside, log_prior / unit + 0.5 * log_f, -float("inf"))
     top = tl.max(joint, 1)
     top = tl.where(top == -float("inf"), 0.0, top)
-    shares = tl.exp(joint - top[:, None])
+    shares = tl.exp((joint - top[:, None]) * unit)
     total = tl.sum(shares, 1)
-    log_p = top + tl.log(total)
+    log_p = top + tl.log(total) / unit
     # Where all components are masked there is none to answer for the target.
     responsibility = tl.where(log_p[:, None] == -float("inf"), 0.0, shares / total[:, None])
     floored = log_p
     if HAS_FLOOR:
         log_floor = tl.log(floor)
-        higher = tl.maximum(log_p, log_floor)
-        floored = higher + tl.log(tl.exp(log_p - higher) + tl.exp(log_floor - higher))
-        responsibility *= tl.exp(log_p - floored)[:, None]
+        whole = log_p * unit
+        higher = tl.maximum(whole, log_floor)
+        floored = higher + tl.log(tl.exp(whole - higher) + tl.exp(log_floor - higher))
+        responsibility *= tl.exp(whole - floored)[:, None]
+        floored = floored / unit
     return floored, responsibility
 
 
@@ -171,14 +194,18 @@ def mixture_losses(
     inside,
     weight,
     z_loss,
+    unit,
     HAS_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
 ):
-    """The loss of each token of a mixture; its z-loss is the mean of those of the components under the prior."""
+    """The loss of each token of a mixture, in its unit, made of the ``unit`` of rows.
+
+    Its z-loss is the mean of those of the components under the prior.
+    """
     z_part = 0.0
     if HAS_Z_LOSS:
         of_components = z_losses(finite_log_normalizers(normalizer, offset), tl.exp(log_prior), z_loss)
-        z_part = tl.sum(tl.where(inside, of_components, 0.0), 1)
+        z_part = tl.sum(tl.where(inside, of_components, 0.0), 1) / mixture_unit(unit)
     return _token_losses(-log_p, weight, z_part, HAS_WEIGHT, HAS_Z_LOSS)
 
 
@@ -191,6 +218,7 @@ def mixture_coefficients(
     weight,
     scale,
     z_loss,
+    unit,
     HAS_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
 ):
@@ -204,5 +232,5 @@ def mixture_coefficients(
     by_target = -by_normalizer
     if HAS_Z_LOSS:
         slope = z_slopes(finite_log_normalizers(normalizer, offset), z_loss) * tl.exp(log_prior)
-        by_normalizer += scaled(slope, scale)
+        by_normalizer += limited_slopes(scaled(slope, scale), unit)
     return by_normalizer, by_target

@@ -24,7 +24,8 @@ def joined_parts(peak, offset, normalizer, alpha, beta, centre, FORM: tl.constex
     leads = is_kept & (offset == highest[:, None])
     leader = tl.max(tl.where(leads, peak, -float("inf")), 1)
     leader = tl.where(leader == -float("inf"), 0.0, leader)
-    gap = tl.where(is_kept, formulas.offset_gap(peak, leader[:, None], alpha, beta, centre, FORM), 0.0)
+    unit = formulas.unit_of(alpha, beta, FORM)
+    gap = tl.where(is_kept, unit * formulas.offset_gap(peak, leader[:, None], alpha, beta, centre, FORM), 0.0)
     value = normalizer + gap
     top = tl.max(value, 1)
     top = tl.where(top == -float("inf"), 0.0, top)
@@ -75,9 +76,11 @@ def add_block_kernel(
     part_peak = tl.load(part_peak_R + row, mask=inside, other=0.0)
     part_offset = tl.load(part_offset_R + row, mask=inside, other=0.0)
     part_normalizer = tl.load(part_normalizer_R + row, mask=inside, other=0.0)
-    gap = formulas.offset_gap(part_peak, peak, alpha, beta, c, FORM)
+    unit = formulas.unit_of(alpha, beta, FORM)
+    gap_in_units = formulas.offset_gap(part_peak, peak, alpha, beta, c, FORM)
     # The peak of a masked row means nothing.
-    gap = tl.where((normalizer == -float("inf")) | (part_normalizer == -float("inf")), 0.0, gap)
+    gap_in_units = tl.where((normalizer == -float("inf")) | (part_normalizer == -float("inf")), 0.0, gap_in_units)
+    gap = unit * gap_in_units
     part_leads = part_normalizer + gap > normalizer
     leader = tl.where(part_leads, part_normalizer, normalizer)
     other = tl.where(part_leads, normalizer - gap, part_normalizer + gap)
@@ -89,7 +92,7 @@ def add_block_kernel(
     part_target = tl.load(part_target_R + row, mask=inside, other=0.0)
     # Relative to the offset of whoever leads.
     target = tl.where(has_target, part_target, target)
-    moved = tl.where(has_target, tl.where(part_leads, 0.0, gap), tl.where(part_leads, -gap, 0.0))
+    moved = tl.where(has_target, tl.where(part_leads, 0.0, gap_in_units), tl.where(part_leads, -gap_in_units, 0.0))
     tl.store(peak_R + row, tl.where(part_leads, part_peak, peak), mask=inside)
     tl.store(offset_R + row, tl.where(part_leads, part_offset, offset), mask=inside)
     tl.store(normalizer_R + row, leader + tl.log(1.0 + ratio), mask=inside)
