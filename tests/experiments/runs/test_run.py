@@ -14,6 +14,7 @@ from sigsoftmax.experiments.runs.run import (
     chosen_recipes,
     epoch_records,
     folder_name,
+    measured_on,
     payloads,
     planned_runs,
     run_in,
@@ -36,16 +37,21 @@ def test_every_recipe_meets_every_seed():
     assert str(runs[0].finetuning().path) == "out/ptb-softmax/1/finetune"
 
 
-def test_records_are_read_by_their_kind_and_if_they_are_newer_than_the_weights(tmp_path):
+def test_records_are_read_by_their_kind_and_if_they_are_of_the_weights(tmp_path):
     [one] = small_runs(tmp_path, "tiny-softmax")
     assert epoch_records(one, one.finetuning()) == []
     [(_, evaluations)] = train_runs([one], small_resources(tmp_path), evaluate_best)
     assert [epoch.epoch for epoch in epoch_records(one, one.finetuning())] == [1, 2]
     path = one.path / "evaluations.jsonl"
     assert payloads(path, EpochRecord) == []
-    assert payloads(path, EvaluationRecord, since=one.best) == evaluations
+    assert payloads(path, EvaluationRecord) == measured_on(one.best, path.name, EvaluationRecord) == evaluations
+    assert measured_on(one.best, "missing.jsonl", EvaluationRecord) == []
+    content = path.read_text()
+    path.write_text(content.replace('"epoch": ', '"epoch": 1'))
+    assert measured_on(one.best, path.name, EvaluationRecord) == []
+    path.write_text(content)
     os.utime(path, (0, 0))
-    assert payloads(path, EvaluationRecord, since=one.best) == []
+    assert measured_on(one.best, path.name, EvaluationRecord) == []
 
 
 def test_without_seeds_the_published_one_is_taken():
