@@ -144,3 +144,21 @@ def test_adapters(tmp_path, name, task, modules):
         plain = kind(name, dtype=torch.float32)
         with pytest.raises(ValueError, match="load_adapter"):
             peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"class_bias": "no.bias"}, r"'no.bias' is added to the logits.*has no such"),
+        ({"labels": {"is_shifted": 3}}, "the use of labels in the configuration is damaged"),
+        ({"auto_classes": 7}, "'auto_classes' should be"),
+    ],
+)
+def test_damaged_configurations_are_refused(tmp_path, changes, why):
+    patched("bart", "sigsoftmax").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["sigsoftmax"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    call = {**inputs_of("bart", torch.float32), "labels": labels_of("bart")}
+    with pytest.raises(ValueError, match=why):
+        from_pretrained(tmp_path).train()(**call)

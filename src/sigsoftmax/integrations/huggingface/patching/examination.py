@@ -295,7 +295,13 @@ def _zeroed(model: Any, name: str | None) -> Iterator[None]:
 
 def tensor_named(model: Any, name: str) -> Tensor:
     """The parameter or buffer of that name in the state dict."""
-    return functools.reduce(getattr, name.split("."), model)
+    try:
+        return functools.reduce(getattr, name.split("."), model)
+    except AttributeError:
+        raise ValueError(
+            f"the configuration says that {name!r:.60} is added to the logits, and {type(model).__name__} has no such "
+            "parameter or buffer; restore the config.json that save_pretrained wrote"
+        ) from None
 
 
 def _adjustment(returned_BLV: Tensor) -> LogitAdjustment | None:
