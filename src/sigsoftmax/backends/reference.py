@@ -128,7 +128,7 @@ def loss(problem: Problem[LossSpec], operands: Operands) -> LossValues:
         rows.or_nan(tokens.log_probs_NV),
     )
     losses_N, unit = tokens.losses
-    losses_N = scaled(losses_N, scale_N)
+    losses_N = scaled(losses_N, scale_N, unit)
     if spec.reduction == "none":
         total = unit * losses_N.view(problem.leading)
     else:

@@ -20,17 +20,19 @@ from sigsoftmax.contract.rows import MASK, Logarithms, RowCoefficients, RowStats
 from sigsoftmax.contract.spec import LossSpec
 
 
-def counted(value: Tensor, scale: Tensor) -> Tensor:
+def counted(value: Tensor, scale: Tensor, unit: Tensor | float | None = None) -> Tensor:
     """The value that a scale multiplies: the derivative of :func:`scaled` by it.
 
-    Where the scale is 0 it is a finite number, the largest one in place of an infinite one and 0 in place of NaN.
+    Where the scale is 0 it is a finite number, the largest one in place of an infinite one and 0 in place of NaN; the
+    largest whose product with the unit is finite, if it is in units.
     """
-    return torch.where(scale == 0, torch.nan_to_num(value), value)
+    number = torch.nan_to_num(value)
+    return torch.where(scale == 0, number if unit is None else finite_times(number, unit), value)
 
 
-def scaled(value: Tensor, scale: Tensor) -> Tensor:
+def scaled(value: Tensor, scale: Tensor, unit: Tensor | float | None = None) -> Tensor:
     """Their product, and 0 where the scale is 0: an ignored row may have a value that is NaN."""
-    return scale * counted(value, scale)
+    return scale * counted(value, scale, unit)
 
 
 def finite(values: Tensor) -> Tensor:
@@ -111,6 +113,7 @@ def token_weight_gradient(
     class_weight_V: Tensor | None,
     losses_N: Tensor,
     total: Tensor,
+    unit: Tensor | float,
 ) -> Tensor:
     """The derivative of the total by the weight of each token, of which a mean has one in its denominator too.
 
@@ -118,7 +121,7 @@ def token_weight_gradient(
     """
     dtype = losses_N.dtype
     kept, weights = _kept_weights(spec, target, token_weights_N, dtype)
-    by_weight = counted(losses_N, weights)
+    by_weight = counted(losses_N, weights, unit)
     if spec.reduction == "mean":
         of_class = class_weights_of(spec, target, class_weight_V, dtype)
         # Two that overflowed have no difference.

@@ -75,7 +75,9 @@ class ChunkedLoss(ChunkedPath[LossSpec]):
         computed = self.run(provider, batch, operands, wants_rows)
         loss, losses_N, unit = _nan_where(is_empty, computed.total), computed.tokens.losses_N, computed.unit
         if wanted.token_weights and weights_N is not None and has_gradients:
-            by_weights = token_weight_gradient(spec, target, weights_N, class_weight, losses_N, computed.total_in_units)
+            by_weights = token_weight_gradient(
+                spec, target, weights_N, class_weight, losses_N, computed.total_in_units, unit
+            )
             if by_losses is not None:
                 by_weights = scaled(by_weights, by_losses.to(by_weights.dtype))
             by_weights = by_weights * unit
