@@ -38,7 +38,7 @@ test-all: $(VENV)/.installed-dev ## all tests that need no GPU: grids whole, and
 slow: $(VENV)/.installed-dev ## the tests marked slow
 	$(PYTEST) -m slow $(ARGS) $(TESTS)
 
-test-versions: ## the core and Hugging Face with other versions: make test-versions TORCH===2.11.0 TRANSFORMERS===5.10.1
+test-versions: ## the core and Hugging Face with other versions: make test-versions TORCH===2.11.0 TRANSFORMERS===5.17.0
 	$(PYTHON) -m venv .venv-versions
 	.venv-versions/bin/python -m pip install --disable-pip-version-check --quiet \
 	  'torch$(TORCH)' 'transformers$(TRANSFORMERS)' -e '.[hf]' hypothesis mpmath peft pillow pytest pytest-xdist
