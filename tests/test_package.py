@@ -122,6 +122,16 @@ def test_the_oldest_versions_that_are_tried_are_those_that_are_allowed():
         f"{name}{oldest[name].replace('==', '>=').removesuffix('.0')}" for name in ("torch", "transformers")
     } <= required
     assert (newest["torch"], newest["transformers"]) == ("", "")
+    example = f"make test-versions TORCH={oldest['torch']} TRANSFORMERS={oldest['transformers']}"
+    needed = f"transformers {oldest['transformers'].removeprefix('==')} or newer"
+    places = {
+        "Makefile": example,
+        "docs/faq.md": example,
+        "docs/huggingface.md": needed,
+        "src/sigsoftmax/integrations/huggingface/__init__.py": needed,
+    }
+    for path, text in places.items():
+        assert text in (ROOT / path).read_text(encoding="utf-8"), path
 
 
 def test_every_step_of_ci_is_a_target_of_make():

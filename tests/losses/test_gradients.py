@@ -171,7 +171,9 @@ def test_a_compiled_loss_raises() -> None:
     """Operations inside torch.compile have no second derivative, and never one of zeros."""
     torch.compiler.reset()
     z = leaf(N, V)
-    for backend, message in (("eager", "no second derivative"), ("aot_eager", "support double backward")):
+    # The gradient that torch 2.12 returns has no graph; other versions of torch raise in the second backward.
+    of_torch = "support double backward|does not require grad"
+    for backend, message in (("eager", "no second derivative"), ("aot_eager", of_torch)):
         compiled = torch.compile(lambda z: sigsoftmax.cross_entropy(z, TARGET, function="sigsoftmax"), backend=backend)
         (by_z,) = torch.autograd.grad(compiled(z), z, create_graph=True)
         with pytest.raises(RuntimeError, match=message):

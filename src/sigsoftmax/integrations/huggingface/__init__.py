@@ -19,11 +19,11 @@ try:
     import transformers as _transformers
 except ImportError as error:
     raise ImportError(
-        f"sigsoftmax.integrations.huggingface needs transformers 5.17 or newer: {install_extra('hf')}"
+        f"sigsoftmax.integrations.huggingface needs transformers 5.17.0 or newer: {install_extra('hf')}"
     ) from error
 if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 17):
     raise ImportError(
-        f"sigsoftmax.integrations.huggingface needs transformers 5.17 or newer, got {_transformers.__version__}: "
+        f"sigsoftmax.integrations.huggingface needs transformers 5.17.0 or newer, got {_transformers.__version__}: "
         f"{install_extra('hf')}"
     )
 

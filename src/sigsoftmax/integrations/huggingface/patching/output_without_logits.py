@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ def _class_without_logits(own: Any) -> Any:
 
     def write(self: Any, value: Any) -> None:
         self.__dict__["logits"] = value
+        if value is not None:
+            # Logits that are assigned become an entry of the mapping, too, as newer versions of transformers have it.
+            OrderedDict.__setitem__(self, "logits", value)
 
     def item(self: Any, key: Any) -> Any:
         if key == "logits" and key not in self:

@@ -242,8 +242,9 @@ def patched_class(own: Any) -> Any:
         # As of `own`, too: conversions of stored weights are looked up for classes of transformers alone.
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
-        # A shift or an exponent keeps its digits when a model is loaded in half precision.
-        "_keep_in_fp32_modules_strict": {*(own._keep_in_fp32_modules_strict or ()), "output_function"},
+        # A shift or an exponent keeps its digits when a model is loaded in half precision. A list, since older versions
+        # of transformers ignore a set.
+        "_keep_in_fp32_modules_strict": [*(own._keep_in_fp32_modules_strict or ()), "output_function"],
     }
     if hasattr(own, "generate"):
         attributes["generate"] = _generate
