@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 from sigsoftmax.experiments.audit.detect_function import declared_by, detect
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.integrations.huggingface.patching.examination import LogitAdjustment
+from sigsoftmax.integrations.huggingface.examination.output_layers import LogitAdjustment
 
 RAW = 4.0 * torch.randn(6, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.family import OutputFunction, names
-from sigsoftmax.integrations.huggingface.patching.examination import LogitAdjustment
+from sigsoftmax.integrations.huggingface.examination.output_layers import LogitAdjustment
 
 __all__ = ["Detected", "agreement", "declared_by", "detect", "relative_difference"]
 

@@ -38,7 +38,7 @@ from sigsoftmax.experiments.audit.patched_heads import (
     stored_head,
 )
 from sigsoftmax.family.heads import Head
-from sigsoftmax.integrations.huggingface.patching.examination import examine, names_of
+from sigsoftmax.integrations.huggingface.examination.output_layers import examine, names_of
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched
 
 __all__ = ["HuggingFaceModel", "Windows", "open_head_only", "open_model"]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sigsoftmax.integrations.huggingface.examination.label_convention import IGNORED
+from sigsoftmax.integrations.huggingface.examination.model_state import evaluating, loss_function_set
 from sigsoftmax.integrations.huggingface.patching.apply import language_model
-from sigsoftmax.integrations.huggingface.patching.label_convention import IGNORED
-from sigsoftmax.integrations.huggingface.patching.model_state import evaluating, loss_function_set
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched
 
 

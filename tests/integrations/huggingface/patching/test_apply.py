@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BartConfig, BartForCausalLM, Llam
 
 from sigsoftmax import OutputFunction, register_function
 from sigsoftmax.integrations.huggingface import apply_output_function, remove_output_function
-from sigsoftmax.integrations.huggingface.patching.examination import LogitAdjustment
+from sigsoftmax.integrations.huggingface.examination.output_layers import LogitAdjustment
 from sigsoftmax.integrations.huggingface.patching.patched_model import PatchedModel
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from sigsoftmax import Learned, OutputFunction, register_function
 from sigsoftmax.family.parameters import ParameterKind
-from sigsoftmax.integrations.huggingface.patching.examination import Examined, LogitAdjustment
+from sigsoftmax.integrations.huggingface.examination.output_layers import Examined, LogitAdjustment
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, capped, is_plain_softmax
 
 

@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 
 from sigsoftmax.family.heads import Head
 from sigsoftmax.integrations.huggingface import apply_output_function, remove_output_function, token_log_likelihoods
-from sigsoftmax.integrations.huggingface.patching.examination import Examined
+from sigsoftmax.integrations.huggingface.examination.output_layers import Examined
 from sigsoftmax.integrations.huggingface.patching.mixture_head import MixtureHead, completed, restored_head
 from sigsoftmax.integrations.huggingface.patching.patched_model import PatchedModel
 

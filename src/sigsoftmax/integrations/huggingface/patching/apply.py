@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from sigsoftmax.contract.spec import Function, WeightGradient
 from sigsoftmax.family.heads import Head
+from sigsoftmax.integrations.huggingface.examination.output_layers import examine, output_layer, probe_logits
 from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLossOptions, KeepLogits
-from sigsoftmax.integrations.huggingface.patching.examination import examine, output_layer, probe_logits
 from sigsoftmax.integrations.huggingface.patching.head_function import is_plain_softmax
 from sigsoftmax.integrations.huggingface.patching.mixture_head import DEFAULT_LATENT, completed, made_head
 from sigsoftmax.integrations.huggingface.patching.output_layer_hook import warn_of_stored_logits

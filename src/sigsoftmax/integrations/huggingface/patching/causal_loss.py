@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from sigsoftmax.contract.spec import WeightGradient, check_nonnegative
+from sigsoftmax.integrations.huggingface.examination.label_convention import IGNORED
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, LinearMap
-from sigsoftmax.integrations.huggingface.patching.label_convention import IGNORED
 
 KeepLogits = Literal["eval", "always", "never"]
 Count = Tensor | int | None

@@ -24,8 +24,8 @@ from sigsoftmax.contract.spec import Function
 from sigsoftmax.contract.statistics import TokenStatistics
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.parameters import ParameterKind
-from sigsoftmax.integrations.huggingface.patching.examination import Examined, LogitAdjustment
-from sigsoftmax.integrations.huggingface.patching.label_convention import LabelConvention
+from sigsoftmax.integrations.huggingface.examination.label_convention import LabelConvention
+from sigsoftmax.integrations.huggingface.examination.output_layers import Examined, LogitAdjustment
 from sigsoftmax.layers.output_layer import FunctionModule
 from sigsoftmax.losses import functional
 from sigsoftmax.losses.token_statistics import linear_token_statistics

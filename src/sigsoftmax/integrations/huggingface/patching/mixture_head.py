@@ -28,7 +28,7 @@ from sigsoftmax.contract.spec import prior_of
 from sigsoftmax.contract.statistics import TokenStatistics
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
-from sigsoftmax.integrations.huggingface.patching.examination import Examined
+from sigsoftmax.integrations.huggingface.examination.output_layers import Examined
 from sigsoftmax.integrations.huggingface.patching.head_function import (
     HeadFunction,
     LinearLogits,

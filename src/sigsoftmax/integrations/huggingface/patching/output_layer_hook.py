@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sigsoftmax.integrations.huggingface.examination.model_state import remove_hook
+from sigsoftmax.integrations.huggingface.examination.output_layers import linear_layer, output_layer
 from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLoss
-from sigsoftmax.integrations.huggingface.patching.examination import linear_layer, output_layer
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, whole
-from sigsoftmax.integrations.huggingface.patching.model_state import remove_hook
 from sigsoftmax.integrations.huggingface.patching.product_conditions import why_not_product
 
 _CLAIM = threading.Lock()

@@ -17,25 +17,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sigsoftmax.integrations.huggingface.logits_processor import OutputFunctionLogitsProcessor
-from sigsoftmax.integrations.huggingface.patching import output_layer_hook, receipts
-from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLoss, CausalLossOptions, Count
-from sigsoftmax.integrations.huggingface.patching.examination import Examined, linear_layer, output_layer, tensor_named
-from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
-from sigsoftmax.integrations.huggingface.patching.label_convention import (
+from sigsoftmax.integrations.huggingface.examination.label_convention import (
     IGNORED,
     LOSS_KEYWORDS,
     DecoderInput,
     decoder_input_of,
     without_labels,
 )
-from sigsoftmax.integrations.huggingface.patching.mixture_head import restored_head
-from sigsoftmax.integrations.huggingface.patching.model_state import (
+from sigsoftmax.integrations.huggingface.examination.model_state import (
     empty_instance,
     in_forward,
     loss_function_set,
     remove_hook,
 )
+from sigsoftmax.integrations.huggingface.examination.output_layers import (
+    Examined,
+    linear_layer,
+    output_layer,
+    tensor_named,
+)
+from sigsoftmax.integrations.huggingface.logits_processor import OutputFunctionLogitsProcessor
+from sigsoftmax.integrations.huggingface.patching import output_layer_hook, receipts
+from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLoss, CausalLossOptions, Count
+from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction
+from sigsoftmax.integrations.huggingface.patching.mixture_head import restored_head
 from sigsoftmax.integrations.huggingface.patching.output_layer_hook import WaitingCall
 from sigsoftmax.integrations.huggingface.patching.output_without_logits import without_logits
 from sigsoftmax.integrations.huggingface.patching.product_conditions import logit_settings

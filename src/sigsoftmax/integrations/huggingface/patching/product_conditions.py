@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sigsoftmax.integrations.huggingface.patching.examination import described_layer, linear_layer
+from sigsoftmax.integrations.huggingface.examination.output_layers import described_layer, linear_layer
 
-HARMLESS = ("accelerate.", "deepspeed.", "torch.distributed.", "torch.nn.modules.", "trl.", f"{__package__}.")
+OWN = __package__.removesuffix("patching")
+HARMLESS = ("accelerate.", "deepspeed.", "torch.distributed.", "torch.nn.modules.", "trl.", OWN)
 """Starts of the modules whose functions move, gather or widen what the layer multiplies (TRL 1.16 computes its product
-in float32 if asked to), or look at the model as examination does."""
+in float32 if asked to), or look at the model as ``examination`` does."""
 PARTS_OF_NAMES = ("logit", "lm_head")
 """What the names of settings have in common with which models of transformers scale or cap their logits."""
 

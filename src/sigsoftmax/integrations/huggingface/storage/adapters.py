@@ -23,8 +23,8 @@ from transformers.utils.hub import cached_file
 from sigsoftmax.family import Learned
 from sigsoftmax.family.heads import Head
 from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.integrations.huggingface.examination.model_state import empty_instance
 from sigsoftmax.integrations.huggingface.patching.mixture_head import completed
-from sigsoftmax.integrations.huggingface.patching.model_state import empty_instance
 from sigsoftmax.integrations.huggingface.storage import checkpoints
 from sigsoftmax.records.atomic_write import atomic_write
 from sigsoftmax.records.parsing import parse_json

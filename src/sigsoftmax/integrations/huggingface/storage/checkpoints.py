@@ -23,10 +23,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sigsoftmax.integrations.huggingface.examination.label_convention import LabelConvention
+from sigsoftmax.integrations.huggingface.examination.model_state import remove_hook
+from sigsoftmax.integrations.huggingface.examination.output_layers import names_of, output_layer
 from sigsoftmax.integrations.huggingface.patching import receipts
-from sigsoftmax.integrations.huggingface.patching.examination import names_of, output_layer
-from sigsoftmax.integrations.huggingface.patching.label_convention import LabelConvention
-from sigsoftmax.integrations.huggingface.patching.model_state import remove_hook
 from sigsoftmax.integrations.huggingface.storage.auto_classes import SAVED_AS, auto_classes_of
 from sigsoftmax.records.atomic_write import atomic_write
 

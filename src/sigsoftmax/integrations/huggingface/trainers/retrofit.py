@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from sigsoftmax.family import Learned, OutputFunction
-from sigsoftmax.integrations.huggingface.patching.apply import Model, language_model, patch
-from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLossOptions
-from sigsoftmax.integrations.huggingface.patching.label_convention import (
+from sigsoftmax.integrations.huggingface.examination.label_convention import (
     IGNORED,
     decoder_input_of,
     is_encoder_decoder,
     without_labels,
 )
-from sigsoftmax.integrations.huggingface.patching.model_state import evaluating
+from sigsoftmax.integrations.huggingface.examination.model_state import evaluating
+from sigsoftmax.integrations.huggingface.patching.apply import Model, language_model, patch
+from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLossOptions
 from sigsoftmax.integrations.huggingface.patching.patched_model import is_patched
 
 Batch = Tensor | Mapping[str, Any]

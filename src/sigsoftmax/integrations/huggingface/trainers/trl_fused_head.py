@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.tokens import entropy
+from sigsoftmax.integrations.huggingface.examination.label_convention import IGNORED, following_labels
 from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLoss, Count, divided
 from sigsoftmax.integrations.huggingface.patching.head_function import LinearLogits, LinearMap
-from sigsoftmax.integrations.huggingface.patching.label_convention import IGNORED, following_labels
 
 FORWARD_OF_TRL = "add_fused_lm_head.<locals>._fused_forward"
 OUTPUTS_OF_TRL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from sigsoftmax.integrations.huggingface.patching.label_convention import (
+from sigsoftmax.integrations.huggingface.examination.label_convention import (
     IGNORED,
     LabelConvention,
     is_encoder_decoder,
 )
-from sigsoftmax.integrations.huggingface.patching.trial_run import (
+from sigsoftmax.integrations.huggingface.examination.trial_run import (
     ATTENDED,
     LABELS,
     MODERATE_PROBES,

@@ -6,7 +6,7 @@ pytest.importorskip("transformers")
 
 from torch import nn
 
-from sigsoftmax.integrations.huggingface.patching.model_state import evaluating, loss_function_set, remove_hook
+from sigsoftmax.integrations.huggingface.examination.model_state import evaluating, loss_function_set, remove_hook
 
 
 def test_every_module_gets_its_own_mode_back():

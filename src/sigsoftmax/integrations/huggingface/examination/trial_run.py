@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from sigsoftmax.integrations.huggingface.patching.label_convention import (
+from sigsoftmax.integrations.huggingface.examination.label_convention import (
     IGNORED,
     decoder_input_of,
     is_encoder_decoder,
     without_labels,
 )
-from sigsoftmax.integrations.huggingface.patching.model_state import evaluating, loss_function_set
+from sigsoftmax.integrations.huggingface.examination.model_state import evaluating, loss_function_set
 
 SATURATING = 59904.0
 """Far beyond any cap, and representable in half precision."""

@@ -50,7 +50,7 @@ from transformers import (
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from sigsoftmax.integrations.huggingface import apply_output_function, remove_output_function
-from sigsoftmax.integrations.huggingface.patching.label_convention import LabelConvention
+from sigsoftmax.integrations.huggingface.examination.label_convention import LabelConvention
 
 
 @pytest.mark.parametrize("name", KINDS)
