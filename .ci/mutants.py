@@ -40,8 +40,8 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/backends/triton",),
     ),
     "checkpoints": (
-        ("src/sigsoftmax/lm/training/checkpoints.py", "src/sigsoftmax/records/atomic_write.py"),
-        ("tests/lm/training", "tests/records"),
+        ("src/sigsoftmax/lm/saving/checkpoints.py", "src/sigsoftmax/records/atomic_write.py"),
+        ("tests/lm/saving", "tests/lm/training", "tests/records"),
     ),
     "records": (
         ("src/sigsoftmax/records",),

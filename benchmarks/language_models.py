@@ -27,9 +27,9 @@ from sigsoftmax.lm.dynamic.evaluation import GradientStatistics, adapt
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.recipes import recipe, with_overrides
+from sigsoftmax.lm.saving.saved_models import load_model
 from sigsoftmax.lm.training.evaluation import WINDOW, evaluate
 from sigsoftmax.lm.training.precision import arithmetic
-from sigsoftmax.lm.training.saved_models import load_model
 from sigsoftmax.lm.training.trainer import Progress, Trainer, TrainerOptions, run_together
 from sigsoftmax.records import Environment, Payload, Record, append
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum

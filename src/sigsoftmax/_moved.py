@@ -33,12 +33,12 @@ MODULES = {
     "analysis.streaming": "analysis.spectrum.streaming",
     "analysis.target": "analysis.capacity.width_cost",
     "analysis.truncation": "analysis.audit.truncation",
-    "lm.checkpoints": "lm.training.checkpoints",
+    "lm.checkpoints": "lm.saving.checkpoints",
     "lm.dynamic_evaluation": "lm.dynamic.evaluation",
     "lm.dynamic_search": "lm.dynamic.search",
     "lm.evaluation": "lm.training.evaluation",
     "lm.fetch": "lm.data.fetch",
-    "lm.saved_models": "lm.training.saved_models",
+    "lm.saved_models": "lm.saving.saved_models",
 }
 """old path: new path, below ``sigsoftmax``"""
 

@@ -3,8 +3,8 @@
 import json
 import zlib
 
-from sigsoftmax.lm.training import checkpoints
-from sigsoftmax.lm.training.checkpoints import NO_CHECKSUM, VERSION, VERSION_KEY
+from sigsoftmax.lm.saving import checkpoints
+from sigsoftmax.lm.saving.checkpoints import NO_CHECKSUM, VERSION, VERSION_KEY
 
 
 def write_crafted(path, entries, data=b"", meta="{}", **metadata):

@@ -6,7 +6,7 @@ import torch
 
 from sigsoftmax.lm.config import ModelConfig, Recipe, TrainingConfig
 from sigsoftmax.lm.data.corpus import Corpus
-from sigsoftmax.lm.training import checkpoints
+from sigsoftmax.lm.saving import checkpoints
 from sigsoftmax.lm.training.trainer import Trainer, TrainerOptions
 from sigsoftmax.records import read
 from sigsoftmax.records.schemas.training import EpochRecord

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.lm.runs import assert_same_end, epochs_of, small_corpus, small_recipe, small_trainer
 
-from sigsoftmax.lm.training import checkpoints
+from sigsoftmax.lm.saving import checkpoints
+from sigsoftmax.lm.saving.saved_models import first_not_finite
 from sigsoftmax.lm.training.evaluation import Evaluation
-from sigsoftmax.lm.training.saved_models import first_not_finite
 from sigsoftmax.lm.training.trainer import Diverged, run_together
 
 EPOCHS = 5

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def kill_at_a_moment_of_a_checkpoint(chosen):
     """SIGKILL this process at the ``chosen``-th moment around and inside checkpoint writes."""
-    from sigsoftmax.lm.training import checkpoints
+    from sigsoftmax.lm.saving import checkpoints
 
     moments = iter(range(10**9))
 

@@ -2,8 +2,8 @@
 
 One recipe and the same seeds for all; what differs is the head. Where the recipe's finetuning has a fixed length it
 follows training: it averages the weights, and when averaging begins must not depend on the head. Everything that is
-printed is made from the records (:mod:`sigsoftmax.report.comparisons`), as the page is: tables and sentences of the
-heads and seeds that the folder has under this budget, whichever command trained them.
+printed is made from the records (:mod:`sigsoftmax.report.findings.comparisons`), as the page is: tables and sentences
+of the heads and seeds that the folder has under this budget, whichever command trained them.
 
 Shapes: L positions of the test text, T of a block, V vocabulary.
 """
@@ -38,17 +38,17 @@ from sigsoftmax.experiments.runs.run import (
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.recipes import recipe, with_overrides, written_changes
+from sigsoftmax.lm.saving.saved_models import load_model
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.progress import Diverged
-from sigsoftmax.lm.training.saved_models import load_model
 from sigsoftmax.lm.training.trainer import resolve_device
 from sigsoftmax.records import Environment, Record, store
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum
 from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
 from sigsoftmax.report import ReportConfig, recorded_comparisons, write_report
-from sigsoftmax.report.comparisons import Comparison
-from sigsoftmax.report.verdicts import QUESTION, verdict
+from sigsoftmax.report.findings.comparisons import Comparison
+from sigsoftmax.report.findings.verdicts import QUESTION, verdict
 from sigsoftmax.synthetic import batch_means
 
 __all__ = ["HEADS", "CompareConfig", "ComparedRun", "run"]

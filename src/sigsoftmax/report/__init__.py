@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sigsoftmax.records.atomic_write import atomic_write
-from sigsoftmax.report.comparisons import Comparison, comparisons
+from sigsoftmax.report.findings.comparisons import Comparison, comparisons
 from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.page import NO_PLOTLY, plotly_script, render

@@ -8,7 +8,7 @@ import torch
 
 import sigsoftmax
 from sigsoftmax.experiments.audit.audited_models import kind_of, open_arrays, open_matrix, read_text, sample_rows
-from sigsoftmax.lm.training import checkpoints
+from sigsoftmax.lm.saving import checkpoints
 
 GENERATOR = np.random.default_rng(0)
 H, W, B = (GENERATOR.standard_normal(shape).astype("f4") for shape in ((30, 4), (20, 4), (20,)))

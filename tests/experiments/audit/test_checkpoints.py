@@ -10,8 +10,8 @@ from sigsoftmax.experiments.audit.run import AuditConfig, run
 from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.recipes import recipe
-from sigsoftmax.lm.training import checkpoints
-from sigsoftmax.lm.training.saved_models import saved_meta
+from sigsoftmax.lm.saving import checkpoints
+from sigsoftmax.lm.saving.saved_models import saved_meta
 from sigsoftmax.records.schemas.training import RunIdentity
 
 

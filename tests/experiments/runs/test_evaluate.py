@@ -9,7 +9,7 @@ from sigsoftmax.experiments.runs.evaluate import EvaluateConfig, evaluate_best, 
 from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.ranks import log_output_blocks
 from sigsoftmax.experiments.runs.run import Resources
-from sigsoftmax.lm.training.saved_models import load_model
+from sigsoftmax.lm.saving.saved_models import load_model
 from sigsoftmax.records import read
 
 

@@ -20,7 +20,7 @@ from sigsoftmax.experiments.runs.run import (
     run_in,
     text_of,
 )
-from sigsoftmax.lm.training.saved_models import load_model
+from sigsoftmax.lm.saving.saved_models import load_model
 from sigsoftmax.records.schemas.training import EpochRecord, EvaluationRecord
 
 

@@ -7,7 +7,7 @@ from tests.experiments.small_runs import small_resources, small_runs
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
 from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.sample import SampleConfig, run, sampled_ids
-from sigsoftmax.lm.training.saved_models import load_model
+from sigsoftmax.lm.saving.saved_models import load_model
 
 
 @pytest.fixture(scope="module")

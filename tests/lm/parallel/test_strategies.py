@@ -23,7 +23,7 @@ from sigsoftmax import distributed
 from sigsoftmax.lm.config import ModelConfig, Recipe
 from sigsoftmax.lm.parallel.single_process import KINDS, SingleProcessStrategy, parallel_strategy
 from sigsoftmax.lm.parallel.strategies import DDPStrategy, broadcast_from_first
-from sigsoftmax.lm.training import checkpoints
+from sigsoftmax.lm.saving import checkpoints
 from sigsoftmax.lm.training import trainer as training
 from sigsoftmax.lm.training.trainer import Diverged, Trainer
 

@@ -12,9 +12,9 @@ from tests.lm.runs import assert_same_end, epochs_of, small_corpus, small_recipe
 
 from sigsoftmax.lm.data.corpus import batchify
 from sigsoftmax.lm.recurrence import plan_layer
-from sigsoftmax.lm.training import checkpoints
+from sigsoftmax.lm.saving import checkpoints
+from sigsoftmax.lm.saving.saved_models import load_model
 from sigsoftmax.lm.training.evaluation import evaluate
-from sigsoftmax.lm.training.saved_models import load_model
 from sigsoftmax.lm.training.trainer import Diverged, TrainerOptions, resolve_device, run_together
 
 

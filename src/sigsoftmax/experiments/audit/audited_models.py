@@ -24,7 +24,7 @@ from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.analysis.spectrum.entry_checks import dtype_name
 from sigsoftmax.experiments.distribution_sources import StoredDistributions
 from sigsoftmax.family.heads import Head
-from sigsoftmax.lm.training.checkpoints import VERSION_KEY
+from sigsoftmax.lm.saving.checkpoints import VERSION_KEY
 from sigsoftmax.records.schemas.audits import LayerDescription
 
 __all__ = ["AuditedModel", "Progress", "kind_of", "open_arrays", "open_matrix", "read_text", "sample_rows"]

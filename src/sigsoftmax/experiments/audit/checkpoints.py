@@ -22,7 +22,7 @@ from sigsoftmax.layers.mixture import MixtureOutputLayer
 from sigsoftmax.lm.data.corpus import Corpus, batchify, evaluation_windows
 from sigsoftmax.lm.data.corpus_files import read_split
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.training.saved_models import LoadedModel, check_same_corpus, load_model
+from sigsoftmax.lm.saving.saved_models import LoadedModel, check_same_corpus, load_model
 
 __all__ = ["open_checkpoint"]
 

@@ -48,8 +48,8 @@ from sigsoftmax.records import Record, store
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.audits import Audit, TargetResult
 from sigsoftmax.records.schemas.capacity import CapacityResult
-from sigsoftmax.report.audit_meaning import meaning
-from sigsoftmax.report.audits import audit_text
+from sigsoftmax.report.findings.audit_meaning import meaning
+from sigsoftmax.report.findings.audits import audit_text
 
 if TYPE_CHECKING:
     from sigsoftmax.experiments.audit.huggingface import HuggingFaceModel

@@ -15,7 +15,7 @@ from sigsoftmax.lm.data.corpus import Corpus, Split
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluation, DynamicProgress, GradientStatistics, adapt
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.search import GridSearch, grid, search
-from sigsoftmax.lm.training.saved_models import check_same_corpus, load_model
+from sigsoftmax.lm.saving.saved_models import check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import resolve_device
 from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.durations import duration_text

@@ -20,8 +20,8 @@ from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, measured_on, run_folder
 from sigsoftmax.lm.data.corpus import Corpus, batchify, evaluation_windows
 from sigsoftmax.lm.model.language_model import LanguageModel
+from sigsoftmax.lm.saving.saved_models import check_same_corpus, load_model
 from sigsoftmax.lm.training.precision import arithmetic
-from sigsoftmax.lm.training.saved_models import check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import resolve_device
 from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.schemas.model_spectra import ModelSpectrum

@@ -15,10 +15,10 @@ from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.published_corpora import PUBLISHED
 from sigsoftmax.lm.parallel.single_process import KINDS, Kind
 from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
+from sigsoftmax.lm.saving import checkpoints
+from sigsoftmax.lm.saving.saved_models import LoadedModel, SavedModel, check_same_corpus, load_model
 from sigsoftmax.lm.settings import SETTINGS
-from sigsoftmax.lm.training import checkpoints
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision
-from sigsoftmax.lm.training.saved_models import LoadedModel, SavedModel, check_same_corpus, load_model
 from sigsoftmax.lm.training.trainer import Phase, Trainer, TrainerOptions, resolve_device
 from sigsoftmax.records import Payload, read_payloads
 from sigsoftmax.records.schemas.training import EpochRecord, RunIdentity

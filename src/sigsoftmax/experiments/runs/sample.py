@@ -17,7 +17,7 @@ from torch import Tensor
 from sigsoftmax.experiments.runs.run import checkpoint_file
 from sigsoftmax.lm.data.corpus import EOS
 from sigsoftmax.lm.model.language_model import LanguageModel
-from sigsoftmax.lm.training.saved_models import load_model
+from sigsoftmax.lm.saving.saved_models import load_model
 from sigsoftmax.lm.training.trainer import resolve_device
 
 __all__ = ["SampleConfig", "run", "sampled_ids"]

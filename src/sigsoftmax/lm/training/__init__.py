@@ -1,4 +1,4 @@
-"""Training, evaluation and the files that a run leaves."""
+"""Training and evaluation."""
 
 from sigsoftmax._moved import forward_names
 

@@ -18,12 +18,12 @@ from sigsoftmax.lm.data.corpus import Corpus, WindowLengths, batchify
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.memory import check_model_fits
 from sigsoftmax.lm.parallel.single_process import parallel_strategy
-from sigsoftmax.lm.training.checkpoints import Checkpoint
+from sigsoftmax.lm.saving.checkpoints import Checkpoint
+from sigsoftmax.lm.saving.saved_models import check_same_corpus, load_model, saved_meta
+from sigsoftmax.lm.saving.saved_runs import SavedRun, check_run_tensors, prefixed, unprefixed
 from sigsoftmax.lm.training.nt_asgd import AveragedSgd, NonMonotonicTrigger
 from sigsoftmax.lm.training.options import TrainerOptions, resolve_device
 from sigsoftmax.lm.training.precision import arithmetic, check_precision, lstm_dtype
-from sigsoftmax.lm.training.saved_models import check_same_corpus, load_model, saved_meta
-from sigsoftmax.lm.training.saved_runs import SavedRun, check_run_tensors, prefixed, unprefixed
 from sigsoftmax.lm.training.updates import Updater
 from sigsoftmax.records.envelope import to_plain
 from sigsoftmax.records.schemas.training import RunIdentity

@@ -26,7 +26,8 @@ from torch import Tensor
 from sigsoftmax.lm.config import LARGEST, Recipe
 from sigsoftmax.lm.data.corpus import Corpus, batchify
 from sigsoftmax.lm.recurrence import RecurrenceFailed
-from sigsoftmax.lm.training import checkpoints
+from sigsoftmax.lm.saving import checkpoints
+from sigsoftmax.lm.saving.saved_models import first_not_finite
 from sigsoftmax.lm.training.capture import on_stream
 from sigsoftmax.lm.training.evaluation import Evaluation, Evaluator
 from sigsoftmax.lm.training.interruption import OutOfTime, SoftStop
@@ -34,7 +35,6 @@ from sigsoftmax.lm.training.options import Phase, TrainerOptions, resolve_device
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision
 from sigsoftmax.lm.training.progress import Diverged, Progress
 from sigsoftmax.lm.training.run_state import RunState
-from sigsoftmax.lm.training.saved_models import first_not_finite
 from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.schemas.training import EpochRecord
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from sigsoftmax.records import Environment
 from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.schemas.audits import Audit, TargetResult, Truncation
-from sigsoftmax.report.audit_meaning import FOLLOWS, ROUNDING, enough_directions, findings, kl_text
-from sigsoftmax.report.audits import facts_table, target_table, truncation_table
 from sigsoftmax.report.figures import Axis, Figure, count_axis, head_switches, line
+from sigsoftmax.report.findings.audit_meaning import FOLLOWS, ROUNDING, enough_directions, findings, kl_text
+from sigsoftmax.report.findings.audits import facts_table, target_table, truncation_table
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.markup import tag
 from sigsoftmax.report.material import Material

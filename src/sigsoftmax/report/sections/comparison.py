@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from sigsoftmax.records import Environment
 from sigsoftmax.records.statistics import Sample, perplexity
-from sigsoftmax.report.comparisons import Comparison, comparisons
 from sigsoftmax.report.figures import HEADS_AXIS, Axis, Figure, Trace, dots, head_switches
+from sigsoftmax.report.findings.comparisons import Comparison, comparisons
+from sigsoftmax.report.findings.rankings import RankedHead
 from sigsoftmax.report.material import Material
 from sigsoftmax.report.number_text import sentence
-from sigsoftmax.report.rankings import RankedHead
 from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.theme import Look, Looks
 

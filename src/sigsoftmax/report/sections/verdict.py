@@ -11,15 +11,15 @@ from sigsoftmax.records.published import paper
 from sigsoftmax.records.schemas.sweeps import TrialRecord
 from sigsoftmax.records.schemas.training import RunIdentity
 from sigsoftmax.records.statistics import LEAST_SEEDS
-from sigsoftmax.report.comparisons import comparisons
+from sigsoftmax.report.findings.comparisons import comparisons
+from sigsoftmax.report.findings.rankings import RankedHead, Ranking
+from sigsoftmax.report.findings.verdicts import QUESTION, longer_runs, verdict
 from sigsoftmax.report.markup import join, tag
 from sigsoftmax.report.material import Material, corpus_label, differing
 from sigsoftmax.report.number_text import listed, sentence
-from sigsoftmax.report.rankings import RankedHead, Ranking
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant, collect
 from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.theme import Looks, same_head
-from sigsoftmax.report.verdicts import QUESTION, longer_runs, verdict
 
 __all__ = ["rankings", "section"]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.records.schemas.audits import Audit, HeadAtWidth, TargetResult, Truncation, TruncationPoint
-from sigsoftmax.report.audit_meaning import (
+from sigsoftmax.report.findings.audit_meaning import (
     compared_widths,
     is_nonlinear,
     kl_text,

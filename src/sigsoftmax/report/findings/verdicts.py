@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.statistics import PairedDifference
+from sigsoftmax.report.findings.rankings import BASELINE, RankedHead, Ranking, percent_text
 from sigsoftmax.report.number_text import NO_BREAK, interval_text, range_text, seconds_text
-from sigsoftmax.report.rankings import BASELINE, RankedHead, Ranking, percent_text
 
 __all__ = ["QUESTION", "longer_runs", "verdict"]
 

@@ -5,10 +5,10 @@ import math
 
 import pytest
 from tests.report import synthetic_runs
-from tests.report.test_rankings import cells
+from tests.report.findings.test_rankings import cells
 
 from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
-from sigsoftmax.report.comparisons import comparisons
+from sigsoftmax.report.findings.comparisons import comparisons
 
 BUDGET = Budget(setting="language", changes=("training.epochs=4",), epochs=6)
 

@@ -14,8 +14,8 @@ from tests.lm.runs import small_recipe, small_trainer
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.memory import parameter_count
 from sigsoftmax.lm.recipes import HEADS, recipe
-from sigsoftmax.lm.training import checkpoints
-from sigsoftmax.lm.training.saved_models import load_model
+from sigsoftmax.lm.saving import checkpoints
+from sigsoftmax.lm.saving.saved_models import load_model
 
 WRONG = (None, True, "x", -1, 10**400, 3.5, math.inf, math.nan, [], [1], {}, {"a": 1})
 """values of all kinds that JSON has"""

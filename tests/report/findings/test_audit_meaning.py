@@ -3,12 +3,12 @@
 import dataclasses
 import math
 
-from tests.report.test_audits import FULL, LAYER, heads, target
+from tests.report.findings.test_audits import FULL, LAYER, heads, target
 
 from sigsoftmax._version import install_extra
 from sigsoftmax.records.schemas.audits import HeadAtWidth
-from sigsoftmax.report.audit_meaning import meaning
-from sigsoftmax.report.audits import audit_text
+from sigsoftmax.report.findings.audit_meaning import meaning
+from sigsoftmax.report.findings.audits import audit_text
 
 
 def said(**changes) -> str:

@@ -8,7 +8,7 @@ from tests.records import samples
 from tests.records.schemas.test_audits import EMPTY
 
 from sigsoftmax.records.schemas.audits import HeadAtWidth, ShareOnLine
-from sigsoftmax.report.audits import audit_text
+from sigsoftmax.report.findings.audits import audit_text
 
 SAMPLE = samples.audit()
 LAYER = dataclasses.replace(

@@ -1,7 +1,7 @@
 """Heads ranked over seeds: one table for terminal and page, in which sizes stand before intervals.
 
 A ranking holds runs that may be compared: one text, one budget, one precision, one quantity. Differences between heads
-are taken seed by seed. What follows from a ranking is said in :mod:`sigsoftmax.report.verdicts`.
+are taken seed by seed. What follows from a ranking is said in :mod:`sigsoftmax.report.findings.verdicts`.
 """
 
 from __future__ import annotations

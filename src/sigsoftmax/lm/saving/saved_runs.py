@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from sigsoftmax.lm.recurrence.plans import LayerPlan
-from sigsoftmax.lm.training.saved_models import SavedModel, check_tensors
+from sigsoftmax.lm.saving.saved_models import SavedModel, check_tensors
 
 __all__ = ["SavedRun", "check_run_tensors", "prefixed", "unprefixed"]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from sigsoftmax.records.statistics import student_quantile
-from sigsoftmax.report.rankings import KL, RankedHead, Ranking
+from sigsoftmax.report.findings.rankings import KL, RankedHead, Ranking
 
 TWO = {"softmax": (0.4714, 0.5318), "sigsoftmax": (0.4533, 0.5151), "mos(K=4)": (0.2855, 0.3116)}
 """as a comparison with two seeds measured them"""

@@ -21,7 +21,7 @@ from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus, Vocabulary
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.memory import check_model_fits, parameter_count
-from sigsoftmax.lm.training import checkpoints
+from sigsoftmax.lm.saving import checkpoints
 from sigsoftmax.records.envelope import from_plain, to_plain
 from sigsoftmax.records.schemas.training import RunIdentity
 

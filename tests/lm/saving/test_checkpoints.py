@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.lm.crafted import write_crafted
 
-from sigsoftmax.lm.training.checkpoints import VERSION_KEY, load, save
+from sigsoftmax.lm.saving.checkpoints import VERSION_KEY, load, save
 
 TENSORS = {
     "weight": torch.randn(5, 3),
@@ -218,7 +218,7 @@ def test_crafted_files_with_the_right_checksum_are_refused(tmp_path, entries, op
 
 SAVER = textwrap.dedent("""
     import sys, torch
-    from sigsoftmax.lm.training.checkpoints import save
+    from sigsoftmax.lm.saving.checkpoints import save
 
     step = 0
     while True:
@@ -344,7 +344,7 @@ KILLER = textwrap.dedent("""
     import json, os, random, signal, sys, time
     from pathlib import Path
     import torch
-    from sigsoftmax.lm.training.checkpoints import load, save
+    from sigsoftmax.lm.saving.checkpoints import load, save
 
     torch.set_num_threads(1)
     path, kills, megabytes = Path(sys.argv[1]), int(sys.argv[2]), 4

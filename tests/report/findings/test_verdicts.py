@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from tests.report.test_rankings import THREE, TWO, by_loss, ranked, ranking
+from tests.report.findings.test_rankings import THREE, TWO, by_loss, ranked, ranking
 
-from sigsoftmax.report.verdicts import verdict
+from sigsoftmax.report.findings.verdicts import verdict
 
 CLEAR = {
     "softmax": (0.400, 0.451, 0.349),

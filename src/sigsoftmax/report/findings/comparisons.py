@@ -12,9 +12,9 @@ from functools import cached_property
 from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
 from sigsoftmax.records.statistics import Sample, perplexity
+from sigsoftmax.report.findings.rankings import RankedHead, Ranking
 from sigsoftmax.report.material import corpus_label
 from sigsoftmax.report.number_text import DASH, number_text, range_text, sample_text
-from sigsoftmax.report.rankings import RankedHead, Ranking
 from sigsoftmax.report.tables import Column, Fields, Row, Table, head_cell
 from sigsoftmax.report.theme import Looks, same_head
 
