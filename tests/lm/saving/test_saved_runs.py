@@ -197,14 +197,14 @@ def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(stopped, tmp_
     """Even where all that the file says of it agrees."""
 
     def wide(meta):
-        meta["recipe"]["model"] |= {"embedding": 10**11, "hidden": [10**11]}
+        meta["recipe"]["model"] |= {"embedding": 10**9, "hidden": [10**9]}
         config = small_recipe().model
-        object.__setattr__(config, "embedding", 10**11)
-        object.__setattr__(config, "hidden", (10**11,))
+        object.__setattr__(config, "embedding", 10**9)
+        object.__setattr__(config, "hidden", (10**9,))
         meta["run"]["parameters"] = parameter_count(config, len(meta["words"]))
 
     folder = crafted(stopped, tmp_path, "best.safetensors", meta=wide)
-    with pytest.raises(ValueError, match=r"its model has 80,000,[0-9,]+ parameters, and it holds"):
+    with pytest.raises(ValueError, match=r"its model has 8,000,[0-9,]+ parameters, and it holds"):
         load_model(folder)
 
 
