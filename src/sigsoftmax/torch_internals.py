@@ -33,6 +33,7 @@ _assert_async = _found(torch, "_assert_async")
 current_raw_stream: Callable[[int], int] | None = _found(torch, "_C", "_cuda_getCurrentRawStream")
 """the address of the current stream of a device; None where torch does not tell"""
 _has_level = _found(forward_ad, "_current_level") is not None
+_has_exporting_flag = _found(torch, "compiler", "_is_exporting_flag") is not None
 
 
 class _WithoutContext(torch.autograd.Function):
@@ -101,6 +102,15 @@ def keeps_graph() -> bool:
 def is_jit_tracing() -> bool:
     """True while torch.jit.trace records a graph. It is public, but not among the names that torch annotates."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
+
+
+def is_exporting() -> bool:
+    """True while torch.export records a graph.
+
+    Dynamo of torch 2.11 answers the public question with yes in every graph of torch.compile; later versions answer it
+    by this flag, as code that runs does. The fallback is the question itself.
+    """
+    return torch.compiler._is_exporting_flag if _has_exporting_flag else torch.compiler.is_exporting()
 
 
 def first_saved_tensors(ctx: Any, count: int) -> tuple[Tensor | None, ...]:

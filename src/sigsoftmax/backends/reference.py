@@ -79,7 +79,7 @@ def token_losses(
     if spec.z_loss:
         n_NK = parts.finite_log_normalizer
         prior = torch.ones_like(n_NK) if log_prior is None else log_prior.values.detach().exp()
-        steepest = torch.as_tensor(parts.in_units.unit).expand(n_NK.shape[:1])
+        steepest = parts.in_units.unit * torch.ones_like(n_NK[:, 0])
         if scale_N is not None:
             steepest = steepest * scale_N.detach().abs().clamp(min=1.0)
         losses = losses + _z_losses(n_NK, prior, spec.z_loss, steepest) / unit

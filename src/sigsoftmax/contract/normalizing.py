@@ -149,6 +149,9 @@ def rows(
     value, offset = form.scaled(z, peak, *like_z)
     if unit is None:
         unit = form.unit(*like_z)
+    if isinstance(unit, Tensor):
+        # In an exported graph numbers have a dimension (``arguments_like``), which a total must not have.
+        unit = unit.reshape(())
     relative = torch.where(masked, wide, unit * value)
     normalizer = torch.logsumexp(relative, -1, keepdim=True)
     return Rows(relative, offset, normalizer, peak, Logarithms(torch.where(masked, wide / unit, value), unit))

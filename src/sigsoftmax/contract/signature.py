@@ -116,7 +116,7 @@ class Signature(NamedTuple):
 
 def is_exporting() -> bool:
     """True if a graph is recorded that other programs run: torch.export, torch.onnx.export or torch.jit.trace."""
-    return torch.compiler.is_exporting() or torch_internals.is_jit_tracing()
+    return torch_internals.is_exporting() or torch_internals.is_jit_tracing()
 
 
 def is_recording() -> bool:

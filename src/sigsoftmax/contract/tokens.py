@@ -48,9 +48,11 @@ def finite_times(values: Tensor, factor: Tensor | float) -> Tensor:
 
 def common_unit(unit: Tensor | float, other: Tensor | float) -> Tensor | float:
     """A unit for sums of multiples of two others, in which no sum overflows."""
-    if isinstance(unit, Tensor) or isinstance(other, Tensor):
-        return 2.0 * torch.maximum(torch.as_tensor(unit), torch.as_tensor(other))
-    return 2.0 * max(unit, other)
+    if not isinstance(unit, Tensor):
+        unit, other = other, unit
+    if not isinstance(unit, Tensor):
+        return 2.0 * max(unit, other)
+    return 2.0 * (torch.maximum(unit, other) if isinstance(other, Tensor) else unit.clamp(min=other))
 
 
 def log_sum(multiples: Tensor, unit: Tensor | float, dim: int) -> Tensor:
