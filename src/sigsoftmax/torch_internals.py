@@ -113,6 +113,10 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag if _has_exporting_flag else torch.compiler.is_exporting()
 
 
+refuses_any_change: bool = _unpack_saved is None
+"""True if a backward pass refuses a change of any saved tensor, needed or not: where the fallback below serves."""
+
+
 def first_saved_tensors(ctx: Any, count: int) -> tuple[Tensor | None, ...]:
     """The first tensors that an autograd function saved; nothing is asked of the others, which may have changed.
 
