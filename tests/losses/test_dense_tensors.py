@@ -83,7 +83,7 @@ def test_a_dim_that_is_no_whole_number(dim: Any) -> None:
         ("ignore_index", None, "ignore_index must be a whole number, got None"),
         ("ignore_index", 1.5, "ignore_index must be a whole number, got 1.5"),
         ("ignore_index", True, "ignore_index must be a whole number, got True"),
-        ("extras", 5, r"extras must be a sequence of names, like \('argmax',\), got 5"),
+        ("extras", 5, r"extras must be a sequence of names, like \('log_normalizer',\), got 5"),
     ],
 )
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])

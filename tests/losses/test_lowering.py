@@ -179,9 +179,9 @@ def test_the_backend_that_is_named_is_the_one_that_runs(backend: str, monkeypatc
     made: list[str] = []
     original = blocked.routines
 
-    def spy(*arguments: Any) -> Any:
+    def spy(*arguments: Any, **options: Any) -> Any:
         made.append("blocked")
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(blocked, "routines", spy)
     loss(backend=backend)

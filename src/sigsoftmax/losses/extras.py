@@ -22,11 +22,11 @@ class Extras(NamedTuple):
 
 def named_extras(problem: Problem[LossSpec] | Problem[LogProbsSpec], values: Sequence[Tensor | None]) -> Extras:
     """The extras that a call asks for, from values in the order of ``EXTRAS``; those at the end may be missing."""
-    shapes = ((*problem.leading, problem.components) if problem.spec.prior else problem.leading, problem.leading)
     wanted = problem.spec.extras or ()
-    return Extras(
-        *(
-            value.detach().view(shapes[name != "log_normalizer"]) if name in wanted and value is not None else None
-            for name, value in zip(EXTRAS, values, strict=False)
-        )
-    )
+    rows = (*problem.leading, problem.components) if problem.spec.prior else problem.leading
+    found = {
+        name: value.detach().view(rows if name == "log_normalizer" else problem.leading)
+        for name, value in zip(EXTRAS, values, strict=False)
+        if name in wanted and value is not None
+    }
+    return Extras(**found)
