@@ -15,7 +15,7 @@ import torch
 import sigsoftmax
 from sigsoftmax.backends.triton import lowering as triton_lowering
 from sigsoftmax.backends.triton import scaling
-from sigsoftmax.backends.triton.kernels import token_losses
+from sigsoftmax.backends.triton.kernels import formulas, token_losses
 from sigsoftmax.contract import signature
 from sigsoftmax.losses import lowering
 
@@ -52,7 +52,14 @@ def test_launches_differ_by_what_triton_specialises():
 
     def launch(size, values=x, block=4096):
         recorded = []
-        kernel_launches.Recorder(kernel, recorded)[(1,)](values, x, x, x, size, BLOCK=block, num_warps=8)
+        constants = {
+            "FORM": formulas.CODES["logistic"],
+            "ALPHA_IS_POINTER": False,
+            "BETA_IS_POINTER": False,
+            "BLOCK": block,
+        }
+        tensors = (values, x, x, x, x, x)
+        kernel_launches.Recorder(kernel, recorded)[(1,)](*tensors, 1.0, 1.0, size, **constants, num_warps=8)
         return recorded[0]
 
     same = [launch(32), launch(64), launch(1024)]

@@ -283,7 +283,7 @@ def test_a_file_names_a_recipe_and_changes_it(tmp_path):
         ("seed = " + "9" * 5000, r"mine\.toml is not a recipe file: Exceeds the limit"),
         (
             'recipe = "ptb-softmax"\n[training]\nlearning_rate = 1' + "0" * 400,
-            r"mine\.toml: training\.learning_rate is an integer that no float can hold: 1000",
+            r"mine\.toml: training\.learning_rate is an integer that no float can hold: a number of 1,329 bits",
         ),
     ],
 )

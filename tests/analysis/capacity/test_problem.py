@@ -9,6 +9,7 @@ from sigsoftmax.analysis.capacity.lbfgs import Budget, minimise
 from sigsoftmax.analysis.capacity.problem import Problem
 from sigsoftmax.analysis.capacity.starts import random_start
 from sigsoftmax.contract import normalizing
+from sigsoftmax.contract.rows import Logarithms
 from sigsoftmax.family import register_function
 from sigsoftmax.family.heads import Head
 from sigsoftmax.synthetic import Language
@@ -72,7 +73,7 @@ def test_log_output_of_a_mixture_is_the_references():
     z_NKV = (parts.h_Rd @ parts.output_Ve[:, :-1].T + parts.output_Ve[:, -1]).view(9, 3, 7)
     function = problem.function_at(x)
     expected = normalizing.mixture_log_probs(
-        z_NKV, torch.log_softmax(parts.prior_NK, -1), function.form, function.arguments(7)
+        z_NKV, Logarithms(torch.log_softmax(parts.prior_NK, -1)), function.form, function.arguments(7)
     )
     assert torch.equal(problem.log_output(x), expected)
 
