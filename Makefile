@@ -90,7 +90,7 @@ bench-docs: $(VENV)/.installed-dev ## tables and pictures of speed and memory on
 bench-huggingface: $(VENV)/.installed-dev ## a training step of a patched Hugging Face model beside the plain one
 	$(BIN)/python benchmarks/huggingface.py $(ARGS)
 
-bench-classifiers: $(VENV)/.installed-dev ## heads of a digit classifier with few hidden units: half an hour of one core
+bench-classifiers: $(VENV)/.installed-dev ## heads of a digit classifier with few hidden units: about an hour of one core
 	$(BIN)/python benchmarks/classifiers.py $(ARGS)
 
 bench-lm: $(VENV)/.installed-dev ## the first epochs of the paper's recipes on a CUDA device: hours on a small one
