@@ -24,6 +24,7 @@ OTHERS = {
 }
 """columns of the tables beside others, and the rows of a case that they are read from"""
 OURS = ("ours softmax, default", "ours softmax", "ours MoS, default", "ours MoS")
+OURS_FAST = ("ours softmax, fast",)
 OURS_OTHERWISE = ("ours sigsoftmax, default", "ours MoSS, default")
 """read where softmax itself was not measured in the default mode; sigsoftmax is no faster than softmax"""
 NONE = "\N{EN DASH}"
@@ -113,26 +114,42 @@ def peers(suites: Suites) -> str:
         ("linear layer and loss, 8,192 x 2,304 x 256,000", WIDE),
     ):
         if case := suites.gpu.get(name):
-            rows.append([title, *(cost_text(first_of(case, names)) for names in OTHERS.values()), _ours_text(case)])
+            rows.append([title, *_costs(case)])
     for title, name in (
         ("gradient error at d = 4,096, random logits", LINEAR),
         ("gradient error at d = 4,096, peaked logits", PEAKED[LINEAR]),
     ):
         if case := suites.gpu.get(name):
-            others = [error_text(first_of(case, of), is_measure=key == "torch") for key, of in OTHERS.items()]
-            rows.append([title, *others, error_text(ours_of(case))])
+            errors = [error_text(m, is_measure=column == "torch") for column, m in _compared(case).items()]
+            rows.append([title, *errors])
     if not rows:
         return NO_RECORDS
-    rows += [list(row) for row in FEATURES]
-    return markdown_table(("", *OTHERS, "sigsoftmax"), "l" * (len(OTHERS) + 2), rows) + "\n"
+    rows += [[*row, ""] for row in FEATURES]
+    return markdown_table(("", *OTHERS, *OUR_COLUMNS), "l" * (len(OTHERS) + 3), rows) + "\n"
 
 
-def _ours_text(case: CaseResult) -> str:
-    shown = ours_of(case)
-    text = f"**{cost_text(shown)}**"
-    text += f" ({_member(shown)})" if shown is not None and shown.implementation not in OURS else ""
-    fast = first_of(case, ("ours softmax, fast",))
-    return f"{text}; fast mode, softmax: {cost_text(fast)}" if fast else text
+OUR_COLUMNS = ("this package", "its `fast` mode")
+
+
+def _compared(case: CaseResult) -> dict[str, Measurement | None]:
+    """By column; None where the case has no such row."""
+    others = {name: first_of(case, rows) for name, rows in OTHERS.items()}
+    return others | dict(zip(OUR_COLUMNS, (ours_of(case), first_of(case, OURS_FAST)), strict=True))
+
+
+def _costs(case: CaseResult) -> list[str]:
+    """The least time is bold, whosever it is."""
+    found = _compared(case).values()
+    least = min((m.milliseconds for m in found if m is not None), default=0.0)
+    texts = []
+    for m in found:
+        text = cost_text(m)
+        if m is not None and m.milliseconds == least:
+            text = f"**{text}**"
+        if m is not None and is_ours(m) and not _is_softmax(m):
+            text += f" ({_member(m)})"
+        texts.append(text)
+    return texts
 
 
 def place_text(where: Environment) -> str:
@@ -198,7 +215,7 @@ def _verdict_row(case: CaseResult, label: str) -> tuple[str, dict[str, str], str
     if ours is None or not rivals:
         return None
     costs = {name: "" if m is None else _two_lines(m) for name, m in others.items()}
-    note = "" if ours.implementation in OURS else f"<br>({_member(ours)})"
+    note = "" if _is_softmax(ours) else f"<br>({_member(ours)})"
     return label, costs, f"**{_two_lines(ours)}**{note}", verdict(ours, rivals)
 
 
@@ -213,6 +230,10 @@ def verdict(ours: Measurement, rivals: Mapping[str, Measurement]) -> str:
     ratio = ours.milliseconds / rivals[fastest].milliseconds
     words = "faster" if ratio < 1.0 - LEVEL else "level" if ratio <= 1.0 + LEVEL else "**slower**"
     return f"{words}: {ratio:.2f}x of {fastest}"
+
+
+def _is_softmax(m: Measurement) -> bool:
+    return m.implementation in (*OURS, *OURS_FAST)
 
 
 def _member(m: Measurement) -> str:
@@ -234,9 +255,9 @@ OLDER_CPU = (
 """under prices of an older version"""
 
 
-def has_older_cpu(suites: Suites) -> bool:
-    """Records of the CPU that name no commit are older than what makes members besides sigsoftmax fast there."""
-    return any(not case.environment.commit for case in suites.cpu.values())
+def is_older(cases: Mapping[str, CaseResult]) -> bool:
+    """Tells whether a record names no commit: such records are older than the present passes and kernels of members."""
+    return any(not case.environment.commit for case in cases.values())
 
 
 def price_columns(suites: Suites) -> dict[str, dict[str, float]]:
@@ -260,7 +281,7 @@ def prices(suites: Suites) -> str:
         + [f"{ratios[member]:.2f}x" if member in ratios else "" for ratios in columns.values()]
         for member in members
     ]
-    note = f"\n{OLDER_CPU}\n" if has_older_cpu(suites) else ""
+    note = f"\n{OLDER_CPU}\n" if is_older(suites.cpu) else ""
     return markdown_table(("output function", *columns), "l" + "r" * len(columns), rows) + f"\n{note}"
 
 
@@ -302,7 +323,7 @@ def cpu_members(suites: Suites) -> str:
         place = sum(ratio * own > limit for limit in limits.values())
         groups[names[place]].append(f"`{member}`")
     words = "; ".join(f"{name}: {', '.join(found)}" for name, found in groups.items() if found)
-    note = f" {OLDER_CPU}" if has_older_cpu(suites) else ""
+    note = f" {OLDER_CPU}" if is_older(suites.cpu) else ""
     return f"- **A CPU with {case.environment.threads} threads**, {_short(case)}. Ours take {words}.{note}\n"
 
 

@@ -99,12 +99,15 @@ def first_table(runs: WholeRuns, *, is_short: bool = False) -> str:
     """Test perplexity of every head, static and dynamic, beside the paper's.
 
     All heads on Penn Treebank have a row, whether they were run or not; longer runs and WikiText-2 have rows where they
-    were run. The short form is without these.
+    were run. The short form is without longer runs and WikiText-2, and names what was not run below the table.
     """
-    rows = []
+    rows, not_run = [], []
     for head, purpose in HEADS.items():
         label = head_label(head) + (f", {purpose}" if purpose else "")
         first, *longer = runs.variants("ptb", head) or [None]
+        if is_short and first is None:
+            not_run.append(label)
+            continue
         rows.append(_first_row(label, first, "ptb", head))
         rows += [] if is_short else [_first_row(f"{label}, longer", variant, "ptb", head) for variant in longer]
     for head in () if is_short else HEADS:
@@ -116,7 +119,8 @@ def first_table(runs: WholeRuns, *, is_short: bool = False) -> str:
         [cell.replace(" ", NO_BREAK) if place and len(cell) <= ONE_LINE else cell for place, cell in enumerate(row)]
         for row in rows
     ]
-    return markdown_table(header, "lrrrrrr", kept) + "\n"
+    below = f"\n{NOT_RUN.capitalize()}: {'; '.join(not_run)}.\n" if not_run else ""
+    return f"{markdown_table(header, 'lrrrrrr', kept)}\n{below}"
 
 
 def _first_row(label: str, variant: Variant | None, corpus: str, head: str) -> list[str]:

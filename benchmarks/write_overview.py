@@ -50,8 +50,11 @@ def members(suites: Suites) -> str:
             prices = [_price(member.name, shown[device]) for device in ("GPU", "CPU")]
             rows.append([f"`{member.name}`", f"`{member.formula}`", NOTES[member.name], *prices])
     # Records of an older version are marked where there is no room for a sentence.
-    cpu = "CPU, older version" if overview.has_older_cpu(suites) else "CPU"
-    return markdown_table(("`function=`", "phi(z)", "", "GPU", cpu), "lllrr", rows) + "\n"
+    heads = [
+        f"{device}, older version" if overview.is_older(cases) else device
+        for device, cases in (("GPU", suites.gpu), ("CPU", suites.cpu))
+    ]
+    return markdown_table(("`function=`", "phi(z)", "", *heads), "lllrr", rows) + "\n"
 
 
 def _longest_rows(columns: Mapping[str, Mapping[str, float]], device: str) -> Mapping[str, float]:
@@ -62,8 +65,11 @@ def _longest_rows(columns: Mapping[str, Mapping[str, float]], device: str) -> Ma
 
 def _price(name: str, ratios: Mapping[str, float]) -> str:
     """Of the member with fixed parameters."""
-    fixed = [ratio for member, ratio in ratios.items() if member.partition("(")[0] == name]
-    return f"{fixed[0]:.2f}x" if fixed else overview.NONE
+    for member, ratio in ratios.items():
+        called, parenthesis, values = member.partition("(")
+        if called == name:
+            return f"{ratio:.2f}x" + (f" ({values}" if parenthesis else "")
+    return overview.NONE
 
 
 def parts(suites: Suites, records: Records) -> dict[str, Callable[[], str]]:

@@ -138,6 +138,9 @@ def test_a_run_fills_its_cells_and_leaves_the_others(runs_of) -> None:
     row = cells(first_table(runs), "softmax |")
     assert row[1:] == ["30 + 2", "2", "59.20 ± 0.28", "57.0 ± 0.6", "51.10 ± 0.14", "50.5 ± 0.5"]
     assert cells(first_table(runs), "sigsoftmax")[3] == NOT_RUN
+    short, below = first_table(runs, is_short=True).split("\n\n")
+    assert len(short.splitlines()) == 3
+    assert below.startswith("Not run yet: softmax(alpha=1.5), scale only; sigsoftmax; ")
     tables = whole_runs.paper_tables(runs)
     assert [f"### Table {number}." in tables for number in range(1, 6)] == [True] * 5
     rows = [line for line in tables.splitlines() if line.startswith("| ours, training.epochs=30")]
