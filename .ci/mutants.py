@@ -1,4 +1,4 @@
-"""Which small defects the tests notice: python .ci/mutants.py [--number 75] [--seed 0] [--seconds 900] [--out FILE]
+"""Which small defects the tests notice: python .ci/mutants.py [--number 75] [--seed 0] [--seconds 1800] [--out FILE]
 
 A mutant is the package with one operator, comparison, number or condition changed. Mutants of the files that results
 depend on most are drawn at random, and the tests of those files are run on each of them: those of ``make test``, and
@@ -15,15 +15,23 @@ import ast
 import copy
 import json
 import os
+import queue
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -50,6 +58,8 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """name: files that are mutated, and the tests that are run on the mutants"""
 
+UNENDED = "no end"
+"""the tests of a mutant took longer than they may: nothing is known"""
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -86,7 +96,7 @@ class Outcome:
     before: str
     after: str
     noticed_by: str | None
-    """``test``, ``test-all``, or None for a survivor"""
+    """``test``, ``test-all``, UNENDED, or None for a survivor"""
     seconds: float
 
 
@@ -142,45 +152,92 @@ def _replace(parent: ast.AST, field: str, place: int, node: ast.AST) -> None:
         setattr(parent, field, node)
 
 
+def files_of(group: str, root: Path) -> list[Path]:
+    paths = [root / place for place in GROUPS[group][0]]
+    return [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
+
+
 def drawn(number: int, seed: int, groups: list[str]) -> list[Mutant]:
     """Mutants at random, as many of each group; files count by how much there is to change in them."""
     generator = random.Random(seed)
     chosen: list[Mutant] = []
     for group in groups:
-        paths = [ROOT / place for place in GROUPS[group][0]]
-        files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
-        every = [mutant for file in files for mutant in mutants_of(group, file)]
+        every = [mutant for file in files_of(group, ROOT) for mutant in mutants_of(group, file)]
         chosen += generator.sample(every, -(-number // len(groups)))
     return chosen
 
 
-def passes(copy_of: Path, tests: tuple[str, ...], *, all_tests: bool, seconds: float) -> bool:
-    """Tests that do not end in time count as failed: the mutant does not end."""
+def run_tests(copy_of: Path, tests: Sequence[str], *, all_tests: bool, seconds: float) -> bool | None:
+    """Whether tests pass; None where they have not ended in time."""
     environment = {**os.environ, "PYTHONPATH": str(copy_of / "src"), "OMP_NUM_THREADS": "1"}
     environment |= {"SIGSOFTMAX_ALL_TESTS": "1"} if all_tests else {}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-pno:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=copy_of, env=environment, capture_output=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return False
+        return None
     return done.returncode == 0
+
+
+def own_tests(mutant: Mutant, copy_of: Path) -> list[str]:
+    """The tests of the mutant's file alone: they notice most, and soonest."""
+    place = Path(mutant.file).relative_to("src/sigsoftmax")
+    path = "tests" / place.with_name(f"test_{place.name}")
+    return [path.as_posix()] if (copy_of / path).is_file() else []
 
 
 def judged(mutant: Mutant, copy_of: Path, seconds: float) -> Outcome:
     began = time.monotonic()
     path = copy_of / mutant.file
     original = path.read_bytes()
-    _, tests = GROUPS[mutant.group]
+    tests = GROUPS[mutant.group][1]
+    ways: list[tuple[str, bool, Sequence[str]]] = [("test", False, tests), ("test-all", True, tests)]
+    if own := own_tests(mutant, copy_of):
+        ways.insert(0, ("test", False, own))
+    noticed = None
     try:
         path.write_text(mutant.content, encoding="utf-8")
-        ways = (("test", False), ("test-all", True))
-        noticed = next(
-            (name for name, whole in ways if not passes(copy_of, tests, all_tests=whole, seconds=seconds)), None
-        )
+        for name, whole, chosen in ways:
+            passed = run_tests(copy_of, chosen, all_tests=whole, seconds=seconds)
+            if not passed:
+                noticed = UNENDED if passed is None else name
+                break
     finally:
         path.write_bytes(original)
     about = {name: value for name, value in asdict(mutant).items() if name != "content"}
     return Outcome(**about, noticed_by=noticed, seconds=round(time.monotonic() - began, 1))
+
+
+def check_unchanged(group: str, copy_of: Path, seconds: float) -> None:
+    """Mutants are written without comments and in another layout: that alone must not fail a test."""
+    originals = {path: path.read_bytes() for path in files_of(group, copy_of)}
+    for path, content in originals.items():
+        path.write_text(ast.unparse(ast.parse(content)), encoding="utf-8")
+    try:
+        passed = run_tests(copy_of, GROUPS[group][1], all_tests=False, seconds=seconds)
+    finally:
+        for path, content in originals.items():
+            path.write_bytes(content)
+    if not passed:
+        raise SystemExit(f"the tests of {group} fail, or do not end in {seconds:.0f} s, without any mutant")
+
+
+def spread(do: Callable[[Item, Path], Result], items: Sequence[Item], copies: Sequence[Path]) -> Iterator[Result]:
+    """Results as they come: every copy of the checkout serves one item at a time."""
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for copy_of in copies:
+        free.put(copy_of)
+
+    def one(item: Item) -> Result:
+        copy_of = free.get()
+        try:
+            return do(item, copy_of)
+        finally:
+            free.put(copy_of)
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        for done in as_completed([pool.submit(one, item) for item in items]):
+            yield done.result()
 
 
 def main() -> int:
@@ -190,25 +247,27 @@ def main() -> int:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=900.0,
-        help="after which a run of the tests counts as one that does not end: more on a busy machine "
+        default=1800.0,
+        help="after which a run of the tests is ended; its mutant counts as neither noticed nor a survivor "
         "(default: %(default)s)",
     )
+    parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1, help="mutants (default: %(default)s)")
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--out", type=Path, help="a file for the outcomes, one JSON object a line")
     options = parser.parse_args()
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        copy_of = Path(folder) / "copy"
+        copies = [Path(folder) / str(number) for number in range(options.at_once)]
         ignored = shutil.ignore_patterns(".venv", ".git", "site", "dist", "__pycache__", ".*_cache")
-        shutil.copytree(ROOT, copy_of, ignore=ignored)
-        for group in options.groups:
-            if not passes(copy_of, GROUPS[group][1], all_tests=False, seconds=options.seconds):
-                raise SystemExit(f"the tests of {group} fail without any mutant")
-        for mutant in drawn(options.number, options.seed, options.groups):
-            outcome = judged(mutant, copy_of, options.seconds)
+        for copy_of in copies:
+            shutil.copytree(ROOT, copy_of, ignore=ignored)
+        for _ in spread(partial(check_unchanged, seconds=options.seconds), options.groups, copies):
+            pass
+        mutants = drawn(options.number, options.seed, options.groups)
+        for outcome in spread(partial(judged, seconds=options.seconds), mutants, copies):
             outcomes.append(outcome)
-            verdict = f"noticed by make {outcome.noticed_by}" if outcome.noticed_by else "SURVIVED"
+            verdict = "SURVIVED" if outcome.noticed_by is None else f"noticed by make {outcome.noticed_by}"
+            verdict = "tests did not end" if outcome.noticed_by == UNENDED else verdict
             print(
                 f"{outcome.file}:{outcome.line}: {outcome.before} -> {outcome.after}: {verdict} ({outcome.seconds} s)"
             )
@@ -217,10 +276,11 @@ def main() -> int:
                 with options.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(outcome)) + "\n")
     for group in options.groups:
-        own = [outcome for outcome in outcomes if outcome.group == group]
-        quick = sum(outcome.noticed_by == "test" for outcome in own)
-        whole = sum(outcome.noticed_by is not None for outcome in own)
-        print(f"{group}: {len(own)} mutants, make test notices {quick}, make test-all {whole}")
+        count = Counter(outcome.noticed_by for outcome in outcomes if outcome.group == group)
+        print(
+            f"{group}: {count.total()} mutants, make test notices {count['test']}, "
+            f"make test-all {count['test'] + count['test-all']}, {count[UNENDED]} did not end"
+        )
     return 0
 
 
