@@ -34,7 +34,7 @@ MODULES = {
     ),
     "lm": (
         *("config", "data.corpus", "dynamic.evaluation", "dynamic.search", "model.language_model", "recipes"),
-        *("training.evaluation", "training.saved_models", "training.trainer"),
+        *("saving.saved_models", "training.evaluation", "training.trainer"),
     ),
 }
 
