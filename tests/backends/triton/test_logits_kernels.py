@@ -454,7 +454,7 @@ def test_gradients_a_block_of_classes_at_a_time(member: Member, options: Options
     pieces = []
     for first, last in ((0, 128), (128, 192), (192, 193), (193, 301)):
         piece = logits[:, first:last].clone()
-        routines.gradient(piece, targets, stats, coefficients, piece, first)
+        routines.gradient(piece, targets._replace(first_class=first), stats, coefficients, piece)
         pieces.append(piece)
     by_arguments = routines.argument_gradients() if problem.options.learns else []
     assert_right(problem, results(routines, stats, torch.cat(pieces, -1), by_arguments))

@@ -65,7 +65,6 @@ class _Call(NamedTuple):
     z_slope_R: Tensor | None = None
     reduces: bool = True
     """True if statistics are computed"""
-    first_class: int = 0
 
     @property
     def gradient_RV(self) -> Tensor:
@@ -114,28 +113,20 @@ class LogitsKernels:
         if needs_arguments:
             self._sums = [torch.zeros(a.shape, dtype=torch.float32, device=self.device) for a in self.arguments]
 
-    def stats(
-        self, logits_RV: Tensor, targets: RowTargets, memory_6R: Tensor | None = None, first_class: int = 0
-    ) -> RowStats:
+    def stats(self, logits_RV: Tensor, targets: RowTargets, memory_6R: Tensor | None = None) -> RowStats:
         """``memory_6R`` takes the statistics, in the order of ``RowStats``.
 
         The logits may be a block of the vocabulary; where the target is elsewhere, what is said of it means nothing.
         """
-        return self._reduce(logits_RV, targets, memory_6R, first_class=first_class)
+        return self._reduce(logits_RV, targets, memory_6R)
 
     def gradient(
-        self,
-        logits_RV: Tensor,
-        targets: RowTargets,
-        stats: RowStats,
-        coefficients: RowCoefficients,
-        out_RV: Tensor,
-        first_class: int = 0,
+        self, logits_RV: Tensor, targets: RowTargets, stats: RowStats, coefficients: RowCoefficients, out_RV: Tensor
     ) -> None:
         if targets.dense is not None:
-            targets = targets._replace(dense=targets.dense[..., first_class : first_class + logits_RV.shape[1]])
-        call = _Call(logits_RV, targets, stats, coefficients, out_RV, reduces=False, first_class=first_class)
-        self._launch(call)
+            end = targets.first_class + logits_RV.shape[1]
+            targets = targets._replace(dense=targets.dense[..., targets.first_class : end])
+        self._launch(_Call(logits_RV, targets, stats, coefficients, out_RV, reduces=False))
 
     def stats_and_gradient(
         self,
@@ -197,7 +188,7 @@ class LogitsKernels:
             has_z_slope=call.z_slope_R is not None,
             reduces=call.reduces,
             has_gradient=call.coefficients is not None,
-            first_class=call.first_class,
+            first_class=targets.first_class,
         )
         given = (targets.index_R, by_normalizer, by_target, call.z_slope_R, *stats[:4])
         launch(call.logits_RV, call.gradient_RV, *_present(stats[0], *given))
@@ -273,7 +264,7 @@ class LogitsKernels:
                 call.gradient_RV,
                 *_present(stats[0], *given, *stats[:5], stats.entropy),
                 by_arguments,
-                *self.argument_pointers(stats[0], call.first_class),
+                *self.argument_pointers(stats[0], targets.first_class),
             ),
             (
                 logits_RV.stride(0),
@@ -283,7 +274,7 @@ class LogitsKernels:
                 rows,
                 classes,
                 self.rows_per_target,
-                call.first_class,
+                targets.first_class,
             ),
             {
                 "FORM": formulas.CODES[self.form.name],
@@ -326,8 +317,8 @@ class LogitsKernels:
                 *_present(stats[0], targets.index_R, targets.dense, *call.coefficients[:3]),
                 stats[0],
                 stats.normalizer,
-                self._sums[2][call.first_class :],
-                *self.argument_pointers(stats[0], call.first_class),
+                self._sums[2][targets.first_class :],
+                *self.argument_pointers(stats[0], targets.first_class),
             ),
             (
                 call.logits_RV.stride(0),
@@ -336,7 +327,7 @@ class LogitsKernels:
                 rows,
                 classes,
                 self.rows_per_target,
-                call.first_class,
+                targets.first_class,
             ),
             {
                 "ALPHA_IS_POINTER": self.flags["ALPHA_IS_POINTER"],
