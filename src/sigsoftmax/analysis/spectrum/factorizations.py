@@ -38,6 +38,8 @@ PANELS = 8
 MOST_STACKED = 2**31 - 1
 """entries of a matrix that every LAPACK and cuSOLVER can index"""
 EPS64 = 2.0**-52
+DAMPING = 1e-3
+"""of the mean diagonal entry of a matrix that is inverted"""
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -156,9 +158,9 @@ def add_product(gram_NN: Tensor, factor_NK: Tensor) -> None:
         gram_NN[first : first + step, first:].addmm_(factor_NK[first : first + step], factor_NK[first:].T)
 
 
-def damped_inverse(gram: Tensor, damping: float = 1e-3) -> Tensor:
+def damped_inverse(gram: Tensor) -> Tensor:
     """Inverse of a positive matrix, damped: directions that nothing uses yet must not take endless steps."""
-    size = damping * float(gram.diagonal().mean()) + 1e-300
+    size = DAMPING * float(gram.diagonal().mean()) + 1e-300
     return torch.cholesky_inverse(torch.linalg.cholesky(gram + size * torch.eye(len(gram), dtype=gram.dtype)))
 
 
