@@ -1,4 +1,4 @@
-"""What the row kernel executes for an element of a long row, counted in the code that the assembler writes.
+"""The instructions of the row kernel for an element of a long row, counted in the code that the assembler writes.
 
 `python benchmarks/instructions.py` compiles the kernel of softmax and sigsoftmax for an H100 or H200, with no GPU
 present, and prints for the two loops that a row of a trained model runs through how many instructions an element takes,
@@ -51,7 +51,7 @@ class Loop:
 
 
 def machine_code(function: str, classes: int = CLASSES) -> str:
-    """Of the kernel of a loss of bf16 logits."""
+    """The machine code of the kernel of a loss of bf16 logits."""
     with recorded() as launches:
         logits = torch.empty(8192, classes, dtype=torch.bfloat16, device="meta", requires_grad=True)
         target = torch.empty(8192, dtype=torch.int64, device="meta")

@@ -1,4 +1,4 @@
-"""What a training window does beside its products and its recurrence, and dynamic evaluation, on a GPU.
+"""Times of a training window beside its products and its recurrence, and of dynamic evaluation, on a GPU.
 
     python benchmarks/window_times.py operations dynamic --data FOLDER
 

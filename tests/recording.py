@@ -1,4 +1,4 @@
-"""What a function of the package returned while a test ran."""
+"""Results that a function of the package returned while a test ran."""
 
 from typing import Any
 

@@ -232,7 +232,7 @@ learned_members = pytest.mark.parametrize("member", [m for m in MEMBERS if m.lea
 
 
 class Plain(NamedTuple):
-    """What a plain computation finds for each token."""
+    """The results of a plain computation for each token."""
 
     losses_N: Tensor
     log_normalizer_NK: Tensor

@@ -20,7 +20,7 @@ ROAD = ("backends", "contract", "losses")
 """folders of the road; those who call the public functions pass options on by their names"""
 
 PUBLIC = {"losses/functional.py", "contract/spec.py"}
-"""what lists the options one by one: public functions, and the specification, which the schema of the op follows"""
+"""files that list the options one by one: public functions, and the specification, which the op's schema follows"""
 ARITHMETIC = {"contract/tokens.py", "backends/reference.py"}
 FUSED = {"backends/triton/fused_loss.py", "backends/triton/fused_mixture.py"}
 LAUNCHES = FUSED | {"backends/triton/fused_tokens.py"}
@@ -127,7 +127,7 @@ def files_with_the_text(text: str) -> set[str]:
 
 
 PAPER = {"records/published/paper.py", "experiments/reproduce/run.py"}
-"""what the paper has published, and the command that runs its tables"""
+"""publications of the paper, and the command that runs its tables"""
 LOOKS = {"report/theme.py"}
 """colours that readers know from other reports; a head without an entry gets the next free one"""
 

@@ -1085,7 +1085,7 @@ def test_mixture_can_change_an_order() -> None:
 
 
 def is_reachable_argmax(weight: np.ndarray, bias: np.ndarray, j: int) -> bool:
-    """Whether some h makes class j the strict argmax of W h + bias, by linear programming."""
+    """True if some h makes class j the strict argmax of W h + bias, by linear programming."""
     others = [i for i in range(len(bias)) if i != j]
     # Maximise a margin t <= 1 with (w_j - w_i) h + (b_j - b_i) >= t for every other class i.
     rows = np.hstack([weight[others] - weight[j], np.ones((len(others), 1))])

@@ -121,7 +121,7 @@ def in_threads(
     meeting: Meeting | None = None,
     **options: Any,
 ) -> list[Outcome]:
-    """What every rank finds; gradients of what is shared are those of the rank's own classes."""
+    """The results of every rank; gradients of what is shared are those of the rank's own classes."""
     meeting = meeting or Meeting(len(sizes))
 
     def one(rank: int) -> Outcome:

@@ -1,4 +1,4 @@
-"""What torch may ask of an operation: gradients in every mode, compilation, autocast, and the ops' own contract.
+"""Demands of torch on an operation: gradients in every mode, compilation, autocast, and the ops' own contract.
 
 Shapes: N tokens, K components, V classes, d features.
 """
@@ -53,7 +53,7 @@ Operation = Callable[..., Tensor]
 
 
 def logits_loss(hidden: Tensor, matrix: Tensor, bias: Tensor, prior: Tensor, **options: Any) -> Tensor:
-    """Of logits, as a function of the same four inputs as the others."""
+    """The loss of given logits, as a function of the same four inputs as the others."""
     z = hidden[:, 0] @ matrix.t() + bias + 0.0 * prior.sum()
     return sigsoftmax.cross_entropy(z, TARGET, **options)
 

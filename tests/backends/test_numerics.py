@@ -39,7 +39,7 @@ import sigsoftmax
 
 V = 9
 SLACK = 1.5
-"""How much larger than plain torch's an error may be, besides a few roundings of the result."""
+"""The most that an error may be relative to plain torch's, besides a few roundings of the result."""
 SHIFTS = (-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4)
 
 
@@ -329,7 +329,7 @@ def test_errors_are_no_larger_than_plain_torchs(member: Member, dtype: torch.dty
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("label", ["softmax", "sigsoftmax", "shifted(b=1.3)", "sigmoid", "gss(k=0)", "gss(k=2, c=1)"])
 def test_float32_keeps_its_digits_at_every_level(label: str, shift: float, backend: str) -> None:
-    """Where plain torch loses them (6e-4 at -1e4): within 2e-6 of float64 on the logits as they are."""
+    """Digits that plain torch loses (6e-4 at -1e4): within 2e-6 of float64 on the logits as they are."""
     member = by_label[label]
     z = (3.0 * torch.randn(32, 100) + shift).float()
     target = torch.randint(100, (32,))

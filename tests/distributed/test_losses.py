@@ -201,7 +201,7 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gathered: list[int] = []
         self.stated: list[int] = []
-        """what a rank says of itself before a loss: a few integers"""
+        """bytes that a rank says of itself before a loss: a few integers"""
         self.reduced: list[int] = []
         gather, reduce = exchange._gather_into, dist.all_reduce
 

@@ -188,7 +188,7 @@ class StatisticsPath(Protocol):
 
 
 class Refusal(NamedTuple):
-    """Why a backend cannot compute something."""
+    """The reason why a backend cannot compute something."""
 
     reason: str
 

@@ -55,7 +55,7 @@ def test_aligned_rows_are_summed_apart_from_the_rest(rows: int) -> None:
 
 
 def gradients(rows: int, chunks: int) -> tuple[LinearLogits, list[Tensor]]:
-    """Those of a sum of squares of logits, and whose they are."""
+    """The gradients of a sum of squares of logits, and the provider that summed them."""
     torch.manual_seed(0)
     shapes = ((rows, FEATURES), (CLASSES, FEATURES), (CLASSES,))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]

@@ -1,4 +1,4 @@
-"""How kernels are tested where there is no GPU.
+"""Tests of kernels on machines without a GPU.
 
 Triton has an interpreter that runs kernels on CPU tensors. It is chosen when kernels are defined, for a whole process,
 by TRITON_INTERPRET=1, while the tests around these want kernels that compile. So there are two kinds of files here:
@@ -56,7 +56,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 @pytest.fixture
 def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read before it is written shows."""
+    """Memory that is read before it is written shows."""
 
     def poisoning(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def fresh(*arguments: Any, **options: Any) -> Tensor:

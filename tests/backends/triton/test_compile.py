@@ -65,7 +65,7 @@ def compiled(launch: Launch) -> Any:
 
 
 def spilled_bytes(kernel: Any, folder: Path) -> int:
-    """What the assembler says of the kernel's PTX."""
+    """The assembler's report on the kernel's PTX."""
     report = assembler_report(kernel.asm["ptx"], folder)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     assert spills, report

@@ -105,7 +105,7 @@ def test_mixtures_with_other_priors(prior: str, options: dict[str, Any], fused_p
 def test_any_number_of_classes(
     has_bias: bool, alignment: int, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rows are aligned there is room after the last class."""
+    """Logits with aligned rows, which have room after the last class."""
     monkeypatch.setattr(logits_module, "row_alignment", lambda device: alignment)
     odd, y = V - 11, torch.randint(V - 11, (N,))
     inputs = [torch.randn(N, D), torch.randn(odd, D), torch.randn(odd)]

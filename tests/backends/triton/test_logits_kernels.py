@@ -29,9 +29,9 @@ from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowRouti
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
 SLACK = 2.0
-"""How much larger than plain torch's an error may be."""
+"""The most that an error may be relative to plain torch's."""
 ROUNDINGS = 8.0
-"""How many roundings, of float32 or of the dtype of the result, an error may have besides."""
+"""The number of roundings, of float32 or of the dtype of the result, that an error may have besides."""
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -48,7 +48,7 @@ some_members = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Options:
-    """What a call of the routines is asked for."""
+    """The options of a call of the routines."""
 
     label: str
     is_fused: bool = True
@@ -101,7 +101,7 @@ class Problem:
 
 @dataclass
 class Results:
-    """What was found, on the CPU in float64."""
+    """The results, on the CPU in float64."""
 
     stats: RowStats
     gradient: Tensor
@@ -282,7 +282,7 @@ QUANTITIES: dict[str, Callable[[RowStats, Problem], Tensor | None]] = {
     ),
     "entropy": lambda stats, _: stats.entropy,
 }
-"""What losses make of the stats; offsets are the backend's own."""
+"""The numbers that losses make of the statistics; offsets are the backend's own."""
 
 
 def assert_right(problem: Problem, found: Results, out_dtype: torch.dtype | None = None) -> None:

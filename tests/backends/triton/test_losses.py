@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
 N, K, V, D = 7, 2, 37, 5
 SLACK = 2.0
-"""How much larger than plain torch's an error may be, besides a few roundings of the result."""
+"""The most that an error may be relative to plain torch's, besides a few roundings of the result."""
 DTYPES = [torch.float32, torch.float16, *([] if IS_INTERPRETED else [torch.bfloat16])]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

@@ -35,7 +35,7 @@ def words(text: Path, out: Path) -> list[object]:
 
 
 def numbers(folder: Path) -> list[float]:
-    """What was recorded of training, and of the evaluations after it."""
+    """The records of training, and of the evaluations after it."""
     epochs = [record.payload_as(EpochRecord) for record in read(folder / "records.jsonl")]
     evaluations = [record.payload_as(EvaluationRecord) for record in read(folder / "evaluations.jsonl")]
     losses = [loss for epoch in epochs for loss in (epoch.train_loss, epoch.valid_loss)]

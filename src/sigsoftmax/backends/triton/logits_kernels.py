@@ -355,7 +355,7 @@ class LogitsKernels:
 
     @property
     def unit_constants(self) -> dict[str, int | bool]:
-        """What kernels know of these numbers."""
+        """The form, and which of these numbers are pointers, as constants of kernels."""
         alpha, beta = "ALPHA_IS_POINTER", "BETA_IS_POINTER"
         return {"FORM": formulas.CODES[self.form.name], alpha: self.flags[alpha], beta: self.flags[beta]}
 

@@ -40,7 +40,7 @@ __all__ = ["After", "Executor", "Failed", "InProcesses", "InTurns", "Watch", "tr
 R = TypeVar("R", bound=Run)
 T = TypeVar("T")
 After = Callable[[R, Corpus, Resources], T]
-"""What is done with a run that has ended; a function of a module, since it may run in another process"""
+"""a function that is called with a run that has ended: one of a module, since it may run in another process"""
 Watch = Callable[[Run, Progress], None]
 
 TELL_SECONDS = 0.2

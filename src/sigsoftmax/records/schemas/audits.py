@@ -100,7 +100,7 @@ class GradientShare:
 
     contexts: int
     next_words: str
-    """where the words that the loss asks for come from"""
+    """source of the words that the loss asks for"""
     mean: float
     median: float
     low: float
@@ -187,9 +187,9 @@ class Audit(MeasuredPayload):
     argmax: ArgmaxCounts | None = None
     target: TargetResult | None = None
     meaning: tuple[str, ...] = ()
-    """what follows for this model, sentence by sentence; empty in records of version 1"""
+    """conclusions for this model, sentence by sentence; empty in records of version 1"""
     notes: tuple[str, ...] = ()
-    """what is not covered, was skipped or cut short, in words"""
+    """parts that are not covered, were skipped or cut short, in words"""
     was_interrupted: bool = False
     seed: int = 0
     memory: int = 0
