@@ -89,7 +89,7 @@ def loops(code: str) -> Iterator[Loop]:
 def loops_of_a_row(function: str) -> tuple[Loop, Loop]:
     """The loop that sums a row, and the one that writes its gradient.
 
-    Each has a formula for hard rows beside it, which takes fewer elements at a time, or more instructions for each.
+    Each has a formula for the safe path beside it, which takes fewer elements at a time, or more instructions for each.
     """
     found = [loop for loop in loops(machine_code(function)) if loop.elements]
     if not any(loop.writes for loop in found) or all(loop.writes for loop in found):

@@ -35,7 +35,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "mathematics.md"
 FLOAT64_NOISE = 1e-12
 LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
 WIDE_LOGITS = (-1e4, -1e3, -100.0, -30.0, -3.0, 0.0, 3.0, 30.0, 60.0, 88.0, 104.0, 1e3, 1e4)
-"""Levels of logits on both sides of the bend, and of float32's largest and smallest exponentials."""
+"""Levels of logits on both sides of the nonlinearity, and of float32's largest and smallest exponentials."""
 
 MEMBERS = (
     OutputFunction("softmax"),

@@ -185,7 +185,7 @@ EXACT_ROWS: dict[str, Sequence[float]] = {
     "most negative bfloat16": (-3.3895313892515355e38, -3.3895313892515355e38, -3.3895313892515355e38),
     "1e4 and near": (1e4, 1e4 - 1.0, 1e4 - 3.5, -1e4),
     "-1e4 and near": (-1e4, -1e4 - 1.0, -1e4 - 3.5, -1e4 + 0.5),
-    "around the bend": (0.25, -0.25, 1e-20, -1e-20, 2.0, -60.0),
+    "around the nonlinearity": (0.25, -0.25, 1e-20, -1e-20, 2.0, -60.0),
     "a far spread": (88.0, 0.0, -88.0, -104.0),
     "twice at the low end": (-1e30, -1e30, 0.0, 1.0),
     "far to both sides": (-3.4e38, 0.0, 1e30, -1.7e38, -1.7e38),

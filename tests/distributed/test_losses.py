@@ -279,7 +279,7 @@ def check_bytes() -> None:
         rows = N * K if mixture else N
         assert reduced == rows * D * 4, "dX, once"
         per_token = {
-            (False, 0.0): 4,  # anchor, offset, normaliser, target
+            (False, 0.0): 4,  # row maximum, offset, normaliser, target
             (False, 0.1): 6,  # and the smoothing sum with its weight
             (True, 0.0): 4 * K,
             (True, 0.1): 3 * K + 1 + K,  # normalisers; the loss; dL/dlog prior

@@ -986,7 +986,7 @@ def test_same_inputs_same_bits(member: Member, dtype: torch.dtype, backend: str)
 
 @every_backend
 def test_a_tokens_loss_does_not_depend_on_its_neighbours(backend: str) -> None:
-    """Rows of all kinds in one block: far right, far left of the bend, masked, plain."""
+    """Rows of all kinds in one block: far right, far left of the nonlinearity, masked, plain."""
     z = normal(8, V)
     z[1] += 300.0
     z[2] -= 300.0

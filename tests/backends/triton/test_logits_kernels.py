@@ -141,7 +141,7 @@ def hard_rows(num_classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     table[19:21, :-9] = LEAST
     table[19] -= 43.5
     table[20] -= 87.0
-    # The first tile left of the bend, the peak right of it: not the target, and the target.
+    # The first tile left of the nonlinearity, the peak right of it: not the target, and the target.
     table[21:] -= 6.0
     table[21:, last] = 3.0
     return table.to(dtype), torch.tensor([15, 16])
@@ -342,9 +342,9 @@ def argument_floors(problem: Problem, truth: Results) -> list[Tensor]:
     """Roundings of what is summed over rows and classes, which may cancel."""
     z = problem.logits.double()
     is_out = ~z.isfinite()
-    anchor = z.masked_fill(is_out, LEAST).amax(-1, keepdim=True).clamp(min=-1e30)
+    peak = z.masked_fill(is_out, LEAST).amax(-1, keepdim=True).clamp(min=-1e30)
     form = problem.member.make(z.shape[-1]).form
-    relative, offset = form.argument_slopes(torch.where(is_out, anchor, z), anchor, *arguments_of(problem))
+    relative, offset = form.argument_slopes(torch.where(is_out, peak, z), peak, *arguments_of(problem))
     sizes = by_phi_sizes(problem, truth).masked_fill(is_out, 0.0)
     floors = []
     for argument, by_relative, by_offset in zip(arguments_of(problem), relative, offset, strict=True):
@@ -360,12 +360,12 @@ def assert_argmax(problem: Problem, found: Results) -> None:
     for row in problem.used.nonzero().flatten().tolist():
         if (z[row] == LEAST).all():
             continue
-        anchor = z[row].amax()
-        relative, _ = form.relative(torch.where(z[row] == LEAST, anchor, z[row]), anchor, *arguments)
+        peak = z[row].amax()
+        relative, _ = form.relative(torch.where(z[row] == LEAST, peak, z[row]), peak, *arguments)
         relative = torch.where(z[row] == LEAST, z[row], relative)
         assert found.stats.argmax is not None
         best = relative[int(found.stats.argmax[row])]
-        assert best >= relative.max() - 1e-5 * (1.0 + anchor.abs()), f"argmax of row {row}"
+        assert best >= relative.max() - 1e-5 * (1.0 + peak.abs()), f"argmax of row {row}"
 
 
 @pytest.fixture(autouse=True)

@@ -261,7 +261,7 @@ def test_a_prior_that_falls() -> None:
 @every_dtype
 @pytest.mark.parametrize("label", ["softmax(alpha=1.5)", "sigsoftmax"])
 def test_negative_weights(label: str, dtype: torch.dtype) -> None:
-    """The formulas of easy rows take the root of the weight."""
+    """The formulas of the fast path take the root of the weight."""
     weights = torch.linspace(1.0, -1.0, N)
     options: dict[str, Any] = {"target": target_with_ignored(), "token_weights": weights, "reduction": "sum"}
     check(cross_entropy, [2.0 * torch.randn(N, V)], dtype, label, **options)

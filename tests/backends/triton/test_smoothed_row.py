@@ -55,7 +55,7 @@ def test_products_with_smoothing(
 @pytest.mark.parametrize("classes", [512, 1000, 5000])
 @pytest.mark.parametrize("member", ["softmax(alpha=0.7)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
 def test_smoothing_of_every_class(member: str, classes: int, dtype: torch.dtype, fused_paths: list[LossPath]) -> None:
-    """Class by class, for rows that go all ways there are: peaks, far below the bend, high above it, far from zero."""
+    """Class by class, for rows on all paths: peaks, far below the nonlinearity, high above it, far from zero."""
     heights = torch.tensor([0.0, 5.0, -30.0, 15.0, 30.0, 900.0, -900.0])[:, None]
     logits = heights + 2.0 * torch.randn(len(heights), classes)
     logits = torch.cat([logits, 3.0 * torch.randn(3, classes)]).to(dtype)

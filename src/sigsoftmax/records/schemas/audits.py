@@ -12,7 +12,6 @@ from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
 __all__ = [
     "ArgmaxCounts",
     "Audit",
-    "Bend",
     "GradientShare",
     "HeadAtWidth",
     "LayerDescription",
@@ -20,6 +19,7 @@ __all__ = [
     "TargetResult",
     "Truncation",
     "TruncationPoint",
+    "UseOfNonlinearity",
 ]
 
 
@@ -79,8 +79,8 @@ class ShareOnLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bend:
-    """The use that the layer makes of the nonlinearity of its phi, the bend; for a softmax there is none."""
+class UseOfNonlinearity:
+    """The use that the layer makes of the nonlinearity of its phi, called its bend here; a softmax has none."""
 
     contexts: int
     lines: tuple[ShareOnLine, ...]
@@ -182,7 +182,7 @@ class Audit(MeasuredPayload):
     bounds: RankBounds | None = None
     spectrum: Spectrum | None = None
     truncation: Truncation | None = None
-    bend: Bend | None = None
+    bend: UseOfNonlinearity | None = None
     gradient: GradientShare | None = None
     argmax: ArgmaxCounts | None = None
     target: TargetResult | None = None
