@@ -57,7 +57,8 @@ KNOWN: dict[str, set[str]] = {
     "weight_gradient": PUBLIC
     | STATISTICS
     | LAUNCHES
-    | {"backends/chunked/path.py", "backends/chunked/logits.py", "backends/chunked/vocabulary_blocks.py"},
+    | {"backends/chunked/path.py", "backends/chunked/logits.py", "backends/chunked/chunk_plan.py"}
+    | {"backends/chunked/vocabulary_blocks.py"},
     "chunk_bytes": PUBLIC
     | STATISTICS
     | LAUNCHES
@@ -65,6 +66,7 @@ KNOWN: dict[str, set[str]] = {
         "contract/problem.py",
         "backends/chunked/path.py",
         "backends/chunked/logits.py",
+        "backends/chunked/chunk_plan.py",
     },
 }
 

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.chunked.logits import automatic_weight_gradient
+from sigsoftmax.backends.chunked.chunk_plan import automatic_weight_gradient
 from sigsoftmax.losses.extras import Extras
 
 N, K, V, D = 7, 3, 5, 4

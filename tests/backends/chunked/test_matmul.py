@@ -10,7 +10,7 @@ import torch
 from tests.backends.problems import problem_of
 from torch import Tensor
 
-from sigsoftmax.backends.chunked import logits, matmul
+from sigsoftmax.backends.chunked import chunk_plan, matmul
 from sigsoftmax.backends.chunked.logits import LinearLogits
 from sigsoftmax.contract.operands import Operands
 
@@ -76,7 +76,7 @@ def gradients(rows: int, chunks: int) -> tuple[LinearLogits, list[Tensor]]:
 def test_gradients_are_those_of_other_layouts(
     rows: int, chunks: int, copies: bool, alignment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logits, "row_alignment", lambda device: alignment)
+    monkeypatch.setattr(chunk_plan, "row_alignment", lambda device: alignment)
     _, expected = gradients(rows, chunks)
     with monkeypatch.context() as patch:
         patch.setattr(matmul, "uses_tf32", lambda matrix: True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.chunked import logits as logits_module
+from sigsoftmax.backends.chunked import chunk_plan
 from sigsoftmax.backends.triton import fused_loss, priors
 from sigsoftmax.contract import normalizing, signature
 from sigsoftmax.contract.spec import member_of
@@ -97,7 +97,7 @@ def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture(params=[1, 16], ids=["", "aligned"])
 def _alignments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any length, as on a CPU, and rows with room to the next multiple, as on a GPU."""
-    monkeypatch.setattr(logits_module, "row_alignment", lambda device: request.param)
+    monkeypatch.setattr(chunk_plan, "row_alignment", lambda device: request.param)
 
 
 def target_with_ignored(count: int = N) -> Tensor:

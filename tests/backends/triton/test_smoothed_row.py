@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.chunked import logits as logits_module
+from sigsoftmax.backends.chunked import chunk_plan
 from sigsoftmax.contract.problem import LossPath
 
 SMOOTH: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def test_products_with_smoothing(
     classes: int, alignment: int, dtype: torch.dtype, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masked logits that fill up a row are no classes."""
-    monkeypatch.setattr(logits_module, "row_alignment", lambda device: alignment)
+    monkeypatch.setattr(chunk_plan, "row_alignment", lambda device: alignment)
     inputs = [3.0 * torch.randn(N, D), torch.randn(classes, D), torch.randn(classes)]
     check(linear, inputs, dtype, target=target(), label_smoothing=0.2, z_loss=0.01)
     assert len(fused_paths) == 1

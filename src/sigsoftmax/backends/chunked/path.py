@@ -12,9 +12,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.chunked import hugepages
+from sigsoftmax.backends import hugepages
+from sigsoftmax.backends.chunked.chunk_plan import AnyProblem, plan_chunks
 from sigsoftmax.backends.chunked.form_rows import FormRows
-from sigsoftmax.backends.chunked.logits import AnyProblem, GivenLogits, LinearLogits, LogitsProvider, plan_chunks
+from sigsoftmax.backends.chunked.logits import GivenLogits, LinearLogits, LogitsProvider
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import MIB, Problem
 from sigsoftmax.contract.rows import Logarithms

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.chunked.logits import plan_chunks, row_width
+from sigsoftmax.backends.chunked.chunk_plan import plan_chunks, row_width
 from sigsoftmax.backends.chunked.path import chunks_text
 from sigsoftmax.backends.triton import fused_loss, fused_tokens, priors
 from sigsoftmax.backends.triton.chunk_loop import TritonLinearLogits

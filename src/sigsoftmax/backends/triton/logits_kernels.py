@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sigsoftmax.backends.triton.kernels import form_logits, formulas, softmax_logits
 from sigsoftmax.backends.triton.launch import Launch, launch
+from sigsoftmax.backends.triton.per_class_gradients import per_class_kernel
 from sigsoftmax.backends.triton.tuning import (
     ALIGNMENT,
     PER_CLASS_SHAPE,
@@ -310,7 +311,7 @@ class LogitsKernels:
         assert call.coefficients is not None
         block_rows, block, warps = PER_CLASS_SHAPE
         launch(
-            form_logits.per_class_kernel,
+            per_class_kernel,
             -(-classes // block),
             (
                 call.logits_RV,

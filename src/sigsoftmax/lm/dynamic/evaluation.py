@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.lm.config import DynamicEvaluationConfig
-from sigsoftmax.lm.data.corpus import batchify
+from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.dynamic.adapting_models import AdaptingModels, OneAdaptingModel, kernels_serve
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.windows import (
