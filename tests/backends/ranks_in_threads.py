@@ -2,7 +2,7 @@
 
 What they find is held against one loss over all classes: the losses, and the sums or parts of the gradients.
 
-Shapes: N tokens, K components, V classes, d features, P processes.
+Shapes: N tokens, K components, V classes, d width, P processes.
 """
 
 from __future__ import annotations

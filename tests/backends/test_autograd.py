@@ -1,6 +1,6 @@
 """Demands of torch on an operation: gradients in every mode, compilation, autocast, and the ops' own contract.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An error bound is relative to the error of plain torch: phi by its formula in float32 on the same logits, then
 ``cross_entropy``, both judged against float64 in the Frobenius norm.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Vocabulary-parallel losses on processes, against the same loss in one process.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Calls that are lowered anew, calls that are found again, and the contents of the cache of lowered calls.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The public functions against torch (softmax) and against plain computations (every member), option by option.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The loop over classes that are spread over processes, with threads in the place of processes.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

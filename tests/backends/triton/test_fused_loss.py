@@ -1,6 +1,6 @@
 """Losses by fused paths, against the reference in float64, and calls that no fused path computes.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests that need a GPU: captured graphs, compiled functions, no waiting for the device, memory used before.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

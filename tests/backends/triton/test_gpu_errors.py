@@ -3,7 +3,7 @@
 The sums have as many chunks as the full sizes have, at sizes that take a moment; the truth and plain torch's error come
 from the benchmark.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

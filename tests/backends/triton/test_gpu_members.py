@@ -2,7 +2,7 @@
 
 The error of each gradient is bounded by that of the reference in plain torch: same dtype, same device, same inputs.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

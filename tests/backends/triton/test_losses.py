@@ -2,7 +2,7 @@
 
 An error is bounded by that of the reference in plain torch, in the same dtype on the same device, times ``SLACK``.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Log-probabilities of mixtures by kernels against the reference in float64, whole rows and rows in parts.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Software-pipelined rows, against the reference in float64. Tiles are small here, and so rows of many are not long.
 
-Shapes: N tokens, V classes, d features.
+Shapes: N tokens, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Label smoothing of fused losses, against the reference in float64.
 
-Shapes: N tokens, V classes, d features.
+Shapes: N tokens, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tiny encoder-decoder and masked models, and the vectors, weights and biases that make their logits, by hand.
 
-Shapes: B sequences of L tokens, d features, V classes.
+Shapes: B sequences of L tokens, d width, V classes.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """The chunks of a call: the tokens that fit into one, their layout, and the way to sum the gradient of the weight.
 
-Shapes: N tokens, V classes, d features.
+Shapes: N tokens, V classes, d width.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A chunk of logits is the logits of as many tokens as ``chunk_bytes`` holds. All chunks of a product use the same memory,
 which their gradient overwrites.
 
-Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tokens of a chunk.
+Shapes: N tokens, K components, V classes, d width; R = n K rows of the n tokens of a chunk.
 """
 
 from __future__ import annotations

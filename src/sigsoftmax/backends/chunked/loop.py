@@ -6,7 +6,7 @@ layer is a mixture of one component: K = 1 and no prior. Where the classes are s
 over its own classes, and the processes exchange the statistics of a chunk before its gradient is written
 (``sharded_statistics``).
 
-Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tokens of a block or chunk.
+Shapes: N tokens, K components, V classes, d width; R = n K rows of the n tokens of a block or chunk.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The common part of the paths of losses and of log-probabilities: logits, a prior, and gradients of the operands.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

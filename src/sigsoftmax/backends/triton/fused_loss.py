@@ -4,7 +4,7 @@ Softmax and sigsoftmax, class indices, a mean or a sum, all logits at once: one 
 their gradient, or two if rows are long. For few tokens preparing launches would take the host longer than the kernels
 take the GPU. Given logits may be of many.
 
-Shapes: N tokens, V classes, d features.
+Shapes: N tokens, V classes, d width.
 """
 
 from __future__ import annotations

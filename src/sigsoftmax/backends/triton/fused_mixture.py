@@ -1,6 +1,6 @@
 """The loss of a mixture over few tokens, with all launches prepared (``fused_loss``); the prior is computed with it.
 
-Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tokens of a chunk.
+Shapes: N tokens, K components, V classes, d width; R = n K rows of the n tokens of a chunk.
 """
 
 from __future__ import annotations
