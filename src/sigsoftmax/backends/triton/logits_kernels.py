@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends.triton.kernels import form_logits, formulas, softmax_logits
-from sigsoftmax.backends.triton.launch import Launch, launch
+from sigsoftmax.backends.triton.launch import LOGITS_DTYPES, Launch, launch
 from sigsoftmax.backends.triton.per_class_gradients import per_class_kernel
 from sigsoftmax.backends.triton.tuning import (
     ALIGNMENT,
@@ -31,14 +31,12 @@ from sigsoftmax.contract.tokens import with_z_slopes
 from sigsoftmax.family.formulas import Form
 from sigsoftmax.family.parameters import ParameterKind, kind_of
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def why_refused(form: Form, dtype: torch.dtype) -> str | None:
     """The reason why the kernels do not take logits; None if they do."""
     if form.name not in formulas.CODES:
         return f"{form.name!r} is registered by the user and has no kernel"
-    if dtype not in DTYPES:
+    if dtype not in LOGITS_DTYPES:
         return f"logits of {dtype} (the kernels take float32, bfloat16 and float16)"
     return None
 
