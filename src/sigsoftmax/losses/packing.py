@@ -101,18 +101,18 @@ def traced_problem(
         return validate(spec, signature), backend
 
 
-def _schema_type(field: Any) -> str:
-    """The type in a schema of a field of this type."""
-    if isinstance(field, types.UnionType):
-        return f"{_schema_type(get_args(field)[0])}?"
-    return "str" if get_origin(field) is Literal else SCHEMA_TYPES[field]
-
-
 def _options_schema(spec: type[CallSpec]) -> dict[str, str]:
-    """The arguments of an op that are fields of its specification; of extras, a flag for each that there is."""
-    types_of = get_type_hints(spec)
+    """The arguments of an op that are fields of its specification, with their types in its schema."""
+
+    def schema_type(field: Any) -> str:
+        if isinstance(field, types.UnionType):
+            return f"{schema_type(get_args(field)[0])}?"
+        return "str" if get_origin(field) is Literal else SCHEMA_TYPES[field]
+
+    hints = get_type_hints(spec)
     names = [field.name for field in dataclasses.fields(spec) if field.name not in ("member", "prior")]
-    return {name: "bool[]" if name == "extras" else _schema_type(types_of[name]) for name in names}
+    # Of extras an op has a flag for each that there is.
+    return {name: "bool[]" if name == "extras" else schema_type(hints[name]) for name in names}
 
 
 class TracedCall(NamedTuple):
@@ -164,9 +164,9 @@ class PackedOp:
         fake: Callable[[TracedCall], tuple[Tensor, ...]],
     ) -> None:
         self.make_spec = make_spec
-        self.options = tuple(_options_schema(spec))
-        arguments = {**OPERANDS, **OF_CALLS, **_options_schema(spec)}
-        self.fields = tuple(arguments)
+        options = _options_schema(spec)
+        arguments = {**OPERANDS, **OF_CALLS, **options}
+        self.options, self.fields = tuple(options), tuple(arguments)
 
         def compute_packed(*packed: Any) -> tuple[Tensor, ...]:
             call_spec, operands, wanted, autocast, by_output = self.unpack(packed)
