@@ -1,4 +1,4 @@
-"""Sums over the rows of a matrix, against float64."""
+"""Gradients of a bias, sums over the rows of a matrix, against float64."""
 
 from __future__ import annotations
 

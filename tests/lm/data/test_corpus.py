@@ -1,4 +1,4 @@
-"""Text becomes ids, columns and windows exactly as the published scripts have them."""
+"""Text becomes ids exactly as the published scripts have them."""
 
 from functools import cache
 
