@@ -17,7 +17,7 @@ from write_docs import NO_RECORDS, markdown_table
 
 from sigsoftmax import records
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
-from sigsoftmax.analysis.spectrum.factorizations import entry_noise, svd_error
+from sigsoftmax.analysis.spectrum.noise_floor import entry_noise, svd_error
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.records.schemas.spectra import Spectrum
 
@@ -56,7 +56,7 @@ class Fits:
 
     @property
     def widths(self) -> list[int]:
-        """Those at which all heads were fitted."""
+        """The widths at which all heads were fitted."""
         heads: dict[str, set[int]] = {}
         for _, _, head, width in self.found:
             heads.setdefault(head, set()).add(width)
@@ -170,7 +170,7 @@ def _folded(title: str, table: str) -> str:
 
 
 def mixtures(fits: Fits) -> str:
-    """What a mixture spends, beside the softmax that reaches the same KL."""
+    """The price of a mixture, beside that of the softmax that reaches the same KL."""
     rows = [row for language in fits.languages for width in fits.widths for row in _mixture_rows(fits, language, width)]
     if not rows:
         return NO_RECORDS
@@ -217,7 +217,7 @@ def _range_text(low: str, more: str, high: str) -> str:
 
 
 def starts_below(fits: Fits, head: str = "softcap(c=30.0)", margin: float = 0.1) -> str:
-    """How many starts of a head end clearly below softmax: whether its gain is that of a lucky start."""
+    """The number of starts of a head that end clearly below softmax, so that a lucky start is told from a gain."""
     rows = []
     for language in fits.languages:
         cells = []

@@ -65,7 +65,7 @@ WIDTHS = (1, 2, 3, 4, 9, 16)
 
 @dataclass(frozen=True)
 class Point:
-    """What one record is about."""
+    """The subject of one record."""
 
     head: str
     width: int

@@ -77,7 +77,7 @@ class Difference:
 
     sample: Sample
     half_interval: float | None
-    """of 95 %; None with too few seeds for one"""
+    """interval of 95 %; None with too few seeds for one"""
 
     @classmethod
     def of(cls, values: Sequence[float], test_over_train: float) -> Difference:
@@ -211,7 +211,7 @@ def rates(study: Study) -> str:
 
 
 def verdict(study: Study) -> str:
-    """What the intervals say at the width where all heads are compared."""
+    """Sentences on the intervals at the width where all heads are compared."""
     groups: dict[str, list[str]] = {"lower": [], "higher": [], "neither": []}
     for head in HEADS:
         if head != BASELINE:
@@ -343,7 +343,7 @@ def regions_data(study: Study) -> dict[str, list[float]]:
 
 
 def draw_regions(data: Mapping[str, Sequence[float]], path: Path, drawn: str) -> None:
-    """Which class comes first at each point of the plane, and where the test images lie."""
+    """The most probable class at each point of the plane, and the places of the test images."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Whether a change made losses slower: the benchmark of two checkouts, run alternately on one machine.
+"""The benchmark of two checkouts, run alternately on one machine, which shows if a change made losses slower.
 
     python benchmarks/compare_checkouts.py OLD NEW --suite gpu --repeats 2 -- --only linear --only logits
 
@@ -54,7 +54,7 @@ class Change:
 
 
 def run(checkout: Path, suite: str, arguments: Sequence[str]) -> list[Measurement]:
-    """What the benchmark of a checkout measures now."""
+    """The measurements of one run of a checkout's benchmark."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.jsonl"
         command = [sys.executable, f"benchmarks/{suite}.py", "--out", str(out), *arguments]

@@ -1,4 +1,4 @@
-"""How many Triton kernels a program compiles, and how long that takes, from an empty cache.
+"""The number of Triton kernels that a program compiles, and the time that takes, from an empty cache.
 
 `python benchmarks/compile_times.py` compiles for an H100 or H200 and needs no GPU: the losses run on tensors without
 data. It also tells the registers and spilled bytes of a thread. Writes benchmarks/records/compiling.jsonl. On a GPU,

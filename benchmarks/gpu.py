@@ -50,7 +50,7 @@ LINEAR_TARGETS = {
 
 
 def small_mixture(products: str, shape: tuple[int, int, int, int], target: str) -> Mixture:
-    """What a user gets who says nothing, with the host's time and without."""
+    """A small mixture with the default of every option, with the host's time and without."""
     ours = "ours MoSS, default"
     return Mixture(
         shape=shape,

@@ -52,7 +52,7 @@ def linear_growth(
 
 
 def _sizes(shapes: Sequence[tuple[int, ...]], letters: str, letter: str) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """What grows, and the shape, by the name of the row."""
+    """The size that grows, and the shape, by the name of the row."""
     place = letters.index(letter)
     return {f"ours sigsoftmax, {letter}={shape[place]}": (shape[place], shape) for shape in shapes}
 

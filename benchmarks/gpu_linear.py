@@ -162,7 +162,7 @@ def float32_weights(machine: Machine, shape: Shape, ratio: float, rounds: int) -
 
 
 def small(machine: Machine, peers: Peers, shape: Shape, rounds: int) -> list[Measurement]:
-    """Where the host's time counts: in a CUDA graph and outside."""
+    """Small losses, in which the host's time counts: in a CUDA graph and outside."""
 
     def make(deviation: float = 1.0) -> Problem:
         return linear_problem(machine.device, *shape, deviation=deviation)
@@ -188,7 +188,7 @@ def small(machine: Machine, peers: Peers, shape: Shape, rounds: int) -> list[Mea
 
 
 def recomputing(machine: Machine, shape: Shape, rounds: int) -> list[Measurement]:
-    """What a loss could gain that keeps no logits but computes them again, where features are few.
+    """The gain that a loss could have which keeps no logits but computes them again, where features are few.
 
     With the sums of each gradient in a fixed order it takes five products; ours is to be no slower than these alone.
     """

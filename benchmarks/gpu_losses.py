@@ -109,7 +109,7 @@ def ours_logits(function: str | sigsoftmax.OutputFunction, **options: float) -> 
 
 
 def linear_losses(machine: Machine, peers: Peers) -> dict[str, Implementation]:
-    """Those of others; they take no bias."""
+    """The losses of other packages; they take no bias."""
     losses = {
         "torch softmax": Implementation("softmax", torch_linear_of("softmax", torch_linear)),
         "torch.compile softmax": Implementation("softmax", torch_linear_of("softmax", machine.compiled(torch_linear))),

@@ -1,4 +1,4 @@
-"""What the GPU benchmark asks of the machine: times, memory, captured graphs; and a CPU that stands in for it.
+"""Times, memory and captured graphs of the machine under the GPU benchmark; and a CPU that stands in for it.
 
 With ``--smoke`` all cases run on tiny inputs on the CPU, so that their code has run before it meets a device. Nothing
 is measured then: a graph is the step itself, and torch.compile traces without compiling.
@@ -128,7 +128,7 @@ class Machine:
 
 @contextlib.contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """How products of float32 matrices are computed: `highest` (float32) or `high` (TF32)."""
+    """The arithmetic of products of float32 matrices: `highest` (float32) or `high` (TF32)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

@@ -29,14 +29,14 @@ class Mixture:
 
     shape: Shape
     ways: Mapping[str, tuple[str, float | None]]
-    """how the weight's gradient is summed and MiB of logits at a time (None: the default), by name"""
+    """the way to sum the weight's gradient, and MiB of logits at a time (None: the default), by name"""
     targets: Mapping[str, str]
     products: str = "bf16"
     """`float32`, `TF32` or `bf16`"""
     has_plain: bool = True
-    """whether plain torch fits into memory"""
+    """True if plain torch fits into memory"""
     is_small: bool = False
-    """whether the host's time counts"""
+    """True if the host's time counts"""
 
 
 def mixture_case(machine: Machine, mixture: Mixture, rounds: int) -> list[Measurement]:

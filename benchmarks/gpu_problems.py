@@ -20,7 +20,7 @@ from torch.nn import functional as F
 DEVIATIONS = (1.0, 3.0)
 """standard deviations of the logits at which gradients are judged"""
 PEAKS = (18.0, 15.0, 13.0, 12.0)
-"""how far some classes of each token stand out where logits are peaked; the first one gets about 0.9 of the mass"""
+"""the height of some classes of each token where logits are peaked; the first one gets about 0.9 of the mass"""
 CHUNK_BYTES = 2**30
 
 
@@ -35,7 +35,7 @@ class Problem:
     bias: Tensor | None = None
     prior: Tensor | None = None
     product_dtype: torch.dtype
-    """that of the logits; where the weight has another, products run under autocast"""
+    """dtype of the logits; where the weight has another, products run under autocast"""
 
     @property
     def leaves(self) -> dict[str, Tensor]:

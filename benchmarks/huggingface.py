@@ -47,7 +47,7 @@ def llama(classes: int, features: int) -> Any:
 
 
 def naive_sigsoftmax(model: Any) -> Any:
-    """What a user writes without this package: the plain formula as the model's loss function."""
+    """The loss function that a user writes without this package: the plain formula."""
 
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
         shifted = F.pad(labels, (0, 1), value=-100)[..., 1:]

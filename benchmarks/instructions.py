@@ -1,4 +1,4 @@
-"""What the row kernel executes for an element of a long row, counted in the code that the assembler writes.
+"""The instructions of the row kernel for an element of a long row, counted in the code that the assembler writes.
 
 `python benchmarks/instructions.py` compiles the kernel of softmax and sigsoftmax for an H100 or H200, with no GPU
 present, and prints for the two loops that a row of a trained model runs through how many instructions an element takes,
@@ -51,7 +51,7 @@ class Loop:
 
 
 def machine_code(function: str, classes: int = CLASSES) -> str:
-    """Of the kernel of a loss of bf16 logits."""
+    """The machine code of the kernel of a loss of bf16 logits."""
     with recorded() as launches:
         logits = torch.empty(8192, classes, dtype=torch.bfloat16, device="meta", requires_grad=True)
         target = torch.empty(8192, dtype=torch.int64, device="meta")
@@ -89,7 +89,7 @@ def loops(code: str) -> Iterator[Loop]:
 def loops_of_a_row(function: str) -> tuple[Loop, Loop]:
     """The loop that sums a row, and the one that writes its gradient.
 
-    Each has a formula for hard rows beside it, which takes fewer elements at a time, or more instructions for each.
+    Each has a formula for the safe path beside it, which takes fewer elements at a time, or more instructions for each.
     """
     found = [loop for loop in loops(machine_code(function)) if loop.elements]
     if not any(loop.writes for loop in found) or all(loop.writes for loop in found):

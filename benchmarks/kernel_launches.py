@@ -1,4 +1,4 @@
-"""Which kernels a piece of code launches, and compiling them for an H100 or H200 with no GPU present.
+"""The kernels that a piece of code launches, compiled for an H100 or H200 with no GPU present.
 
 The code runs on tensors without data (``device="meta"``); launches are recorded, and each becomes a signature as Triton
 itself would derive it. Launches that Triton would serve by the same compiled kernel are one variant.
@@ -90,7 +90,7 @@ class Signature(NamedTuple):
 
 
 def signature(launch: Launch) -> Signature:
-    """What Triton compiles a launch for. Constants and attributes are found by the place of the argument."""
+    """The specialisation of a launch. Constants and attributes are found by the place of the argument."""
     found = Signature({}, {}, {})
     for place, parameter in enumerate(launch.kernel.params):
         value = launch.values[parameter.name]
@@ -133,13 +133,13 @@ def variants(launches: list[Launch]) -> dict[str, Launch]:
 class Compiled:
     name: str
     milliseconds: float
-    """of the processor, so that others who use it do not count"""
+    """processor time, so that others who use the processor do not count"""
     registers: int
     spilled_bytes: int
 
 
 def _processor_seconds() -> float:
-    """Of this process and of the assembler, which is a process of its own."""
+    """Processor time of this process and of the assembler, which is a process of its own."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 

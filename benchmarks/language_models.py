@@ -22,7 +22,8 @@ from torch import Tensor
 
 from sigsoftmax.analysis.spectrum.matrix_readers import from_blocks
 from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
-from sigsoftmax.lm.data.corpus import Corpus, batchify
+from sigsoftmax.lm.data.corpus import Corpus
+from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.dynamic.evaluation import GradientStatistics, adapt
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.model.language_model import LanguageModel

@@ -1,4 +1,4 @@
-"""How benchmarks measure: implementations take turns in one process, so that ratios survive a machine that is shared.
+"""Measurement in turns: implementations alternate in one process, so that ratios survive a machine that is shared.
 
 Each round runs every implementation once, in an order of its own; a ratio is taken within a round, and the median over
 rounds is reported with its quartiles. Peak memory is measured apart from time.
@@ -43,7 +43,7 @@ MEMBERS = (
     "relu",
     "softcap",
 )
-"""of the family, for cases that go through all"""
+"""members of the family, for cases that go through all"""
 RECORDS = Path(__file__).parent / "records"
 
 
@@ -235,7 +235,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def environment(device: torch.device | str = "cpu") -> Environment:
-    """Where this runs, with the command as one types it in the root of the repository."""
+    """The environment of this process, with the command as one types it in the root of the repository."""
     script = Path(sys.argv[0]).name
     command = f"python benchmarks/{script} {shlex.join(sys.argv[1:])}".strip()
     return dataclasses.replace(Environment.here(device), command=command)

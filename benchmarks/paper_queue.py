@@ -24,7 +24,7 @@ from sigsoftmax.records.schemas.training import DynamicEvaluationRecord, EpochRe
 
 MINUTES = 27.0
 SINGLE_EPOCHS, FINETUNING_EPOCHS = 440, 120
-"""of two heads side by side: what fits beside the grid of dynamic evaluation, if that takes 150 s for each head"""
+"""epochs of two heads side by side that fit beside the grid of dynamic evaluation, if that takes 150 s for each head"""
 RUNS = Path("runs/paper")
 FOLDER = Path(__file__).parents[1] / "results" / "paper"
 STAGES = ("training", "finetuning", "dynamic evaluation", "ranks")
@@ -51,7 +51,7 @@ class Line:
         return "table4" if self.setting == "ptb" else "table5"
 
     def command(self, data: Path | None, minutes: float) -> list[str]:
-        """Of the package's command line, without the interpreter."""
+        """Arguments of the package's command line, without the interpreter."""
         changes = [f"training.epochs={self.epochs}", f"finetuning.epochs={self.finetuning_epochs}"]
         return [
             *("reproduce", self.table, "--heads", ",".join(self.heads), "--first-seed", str(self.seed)),
@@ -98,7 +98,7 @@ def records_of(line: Line, folder: Path = FOLDER) -> list[Record]:
 
 
 def state(line: Line, records: Sequence[Record]) -> str:
-    """Whether a line was run, when, on which revision, and which stages some head of it lacks."""
+    """The state of a line: if and when it was run, on which revision, and the stages that some head of it lacks."""
     if not records:
         return "not run yet"
     lacking = [stage for stage in STAGES if not all(_has(stage, line, recipe, records) for recipe in recipes(line))]

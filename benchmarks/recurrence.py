@@ -129,7 +129,7 @@ def errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, fl
 
 
 def recurrence_times(kernels: LayerKernels, direction: str, layer: Layer) -> tuple[float, float]:
-    """Of the recurrent kernel alone."""
+    """Times per step of the recurrent kernel alone."""
     plan: KernelPlan = getattr(kernels.plan, direction)
     padded, batch, hidden, dtype = plan.padded, layer.batch, layer.hidden, layer.dtype
 

@@ -46,7 +46,7 @@ def audit_page(folder: Path) -> Path:
 
 
 def picture(page: Path, section: str, out: Path) -> None:
-    """What a reader sees of a page in a window, from a section on."""
+    """The part of a page that a reader sees in a window, from a section on."""
     from playwright.sync_api import sync_playwright
 
     installed = next(filter(None, map(shutil.which, PROGRAMS)), None)

@@ -203,7 +203,7 @@ def bounds_text(bounds: RankBounds) -> str:
 
 
 def peak_mib(device: torch.device) -> float:
-    """Of the process on a CPU, torch and the model included; of torch's allocator on a GPU."""
+    """The peak memory of the process on a CPU, torch and the model included; of torch's allocator on a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / MIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

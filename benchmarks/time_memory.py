@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SWEEP = "time against memory, "
-"""how the names of the cases begin that have several chunk sizes"""
+"""the beginning of the names of the cases that have several chunk sizes"""
 FLOOR = "three matrix products alone"
 MODES = {"fast": "#0072B2", "exact": "#009E73", "buffered": "#CC79A7", "default": "#D55E00"}
 """colours of Okabe and Ito"""
@@ -33,7 +33,7 @@ LEAST_MIB = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """What one mode, or one of the others, costs: (MiB, milliseconds), one point for each chunk size."""
+    """The cost of one mode, or of one of the others: (MiB, milliseconds), one point for each chunk size."""
 
     name: str
     is_ours: bool
@@ -46,7 +46,7 @@ class Panel:
 
     title: str
     member: str
-    """of ours: softmax where it was measured in every mode, else sigsoftmax, which is no faster"""
+    """our member: softmax where it was measured in every mode, else sigsoftmax, which is no faster"""
     floor: float | None
     """milliseconds of the matrix products alone"""
     points: tuple[Points, ...]

@@ -1,4 +1,4 @@
-"""What the whole runs say about the paper's claims, in sentences that are made from the records.
+"""Sentences on the paper's claims, made from the records of the whole runs.
 
 A claim about losses holds, or does not, where the interval over at least three seeds leaves out zero. Until then it is
 open, and the sentence says what the seeds on record show.
@@ -45,7 +45,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Whether the second head is lower than the first."""
+    """The question if the second head has a lower perplexity than the first."""
 
     title: str
     first: str
@@ -131,7 +131,7 @@ def _resolution(gap: Judged) -> str:
 
 
 def _not_run(runs: WholeRuns, question: Question) -> str:
-    """Which lines of the queue are waited for."""
+    """A sentence on the lines of the queue that are waited for."""
     lacking = {head for head in (question.first, question.second) if not runs.variants(question.corpus, head)}
     wanted = [line.number for line in QUEUE if lacking & line_heads(line, question.corpus)]
     lines = f" (line{'s' if len(wanted) > 1 else ''} {', '.join(map(str, wanted))} of the queue)" if wanted else ""
@@ -148,7 +148,7 @@ def _pairs(runs: WholeRuns) -> Iterator[tuple[Variant, Variant, list[int]]]:
 
 
 def _leads(runs: WholeRuns, early_lead: float | None) -> Iterator[Claim]:
-    """What becomes of the lead that sigsoftmax has in the first epochs."""
+    """The later course of the lead that sigsoftmax has in the first epochs."""
     for softmax, other, seeds in _pairs(runs):
         ends = (EARLY, min(last_epoch(softmax), last_epoch(other)))
         leads = [lead_at(runs, softmax, other, seeds, epoch) for epoch in ends]
@@ -170,7 +170,7 @@ def _leads(runs: WholeRuns, early_lead: float | None) -> Iterator[Claim]:
 
 
 def _finetuning(runs: WholeRuns) -> Iterator[Claim]:
-    """What finetuning of different lengths has to do with the gap after it; said where the lengths differ."""
+    """The part of different lengths of finetuning in the gap after it; said where the lengths differ."""
     for softmax, other, seeds in _pairs(runs):
         parts, differ = [], False
         for seed in seeds:
@@ -218,7 +218,7 @@ def averaging_text(variant: Variant) -> str:
 
 
 def _dynamic(runs: WholeRuns) -> Iterator[Claim]:
-    """Whether dynamic evaluation lowers the perplexity of sigsoftmax by more than that of softmax."""
+    """A sentence that tells if dynamic evaluation lowers the perplexity of sigsoftmax by more than that of softmax."""
     for softmax, other, _ in _pairs(runs):
         gains = [_gains(variant, "test") for variant in (softmax, other)]
         difference = PairedDifference.of(gains[1], gains[0])
@@ -259,7 +259,7 @@ def _published_gain(head: str, split: Split) -> str:
 
 
 def _levels(runs: WholeRuns) -> Iterator[Claim]:
-    """Whether shorter runs come to the paper's perplexities."""
+    """A sentence that tells if shorter runs come to the paper's perplexities."""
     parts, beyond = [], False
     for head in HEADS:
         for variant in runs.variants("ptb", head):
@@ -317,7 +317,7 @@ def _ranks(runs: WholeRuns) -> Iterator[Claim]:
 
 
 def _spectra(runs: WholeRuns, head: str) -> Iterator[tuple[Spectrum, float | None]]:
-    """Of every seed, with the test perplexity of the finetuned model."""
+    """The spectra of every seed, with the test loss of the finetuned model."""
     for variant in runs.variants("ptb", head):
         for seed in variant.epochs:
             loss = variant.perplexities.get(("finetuned", "test"), {}).get(seed)

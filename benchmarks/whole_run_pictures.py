@@ -52,7 +52,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvesPicture:
-    """What the first picture shows, of one corpus."""
+    """The content of the first picture, of one corpus."""
 
     title: str
     training: tuple[Curve, ...]

@@ -1,4 +1,4 @@
-"""What a training window does beside its products and its recurrence, and dynamic evaluation, on a GPU.
+"""Times of a training window beside its products and its recurrence, and of dynamic evaluation, on a GPU.
 
     python benchmarks/window_times.py operations dynamic --data FOLDER
 
@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from sigsoftmax.lm import kernels
-from sigsoftmax.lm.data.corpus import Corpus, batchify
+from sigsoftmax.lm.data.corpus import Corpus
+from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator, DynamicProgress, GradientStatistics, adapt
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.search import grid

@@ -47,7 +47,7 @@ class CaseResult:
 
     @property
     def grows(self) -> bool:
-        """Whether a size grows from row to row."""
+        """True if a size grows from row to row."""
         return any(m.size is not None for m in self.rows)
 
     @property
@@ -119,7 +119,7 @@ def _case(name: str, rows: Sequence[tuple[Measurement, Environment]]) -> CaseRes
 
 
 def part_text(suite: str, cases: Sequence[CaseResult], images: str) -> str:
-    """What stands between the markers of a suite."""
+    """The text between the markers of a suite."""
     if not cases:
         return NO_RECORDS
     blocks = []

@@ -27,7 +27,7 @@ CHANGED = {"language_models.py alone": "the stage alone is called times now"}
 
 @dataclass(frozen=True)
 class Place:
-    """Where the records of a file are shown, and what making them anew takes."""
+    """The page that shows the records of a file, and the work of making them anew."""
 
     shown: str
     takes: str
@@ -95,7 +95,7 @@ def place_of(name: str) -> Place:
 
 
 def provenance(root: Path = ROOT) -> str:
-    """Where each file is shown, and when, where and with which code it was measured; a table for each folder."""
+    """The page of each file, and when, where and with which code it was measured; a table for each folder."""
     blocks = []
     for folder in FOLDERS:
         inside = [(name, found) for name, found in files(root) if name.startswith(f"{folder}/")]
@@ -143,7 +143,7 @@ def _commit_text(where: Environment) -> str:
 
 
 def without_commit(root: Path = ROOT) -> str:
-    """How many files lack the commit, or were measured with code that was changed since the commit."""
+    """Sentences on the files that lack the commit, or were measured with code that was changed since the commit."""
     every = dict(files(root))
     lacking = [name for name, environments in every.items() if not all(where.commit for where in environments)]
     changed = [name for name, environments in every.items() if any(where.clean is False for where in environments)]

@@ -41,7 +41,7 @@ EQUAL_EPOCHS, EQUAL = range(15, 23), 0.01
 """epochs whose mean perplexity must agree between precisions, and how closely"""
 
 REFERENCE_RECIPES = {"softmax": "ptb-softmax", "mos(K=15)": "ptb-mos"}
-"""what the heads of the reference curves are called here"""
+"""our names of the heads of the reference curves"""
 CONTROLS = {
     "ptb-softmax": "softmax",
     "ptb-softmax-1.5": "softmax(alpha=1.5): the scale alone",
@@ -327,7 +327,7 @@ def ranks(records: Records) -> str:
 
 
 def findings(records: Records) -> str:
-    """What the whole runs say, with the lead of the short ones beside it."""
+    """The findings of the whole runs, with the lead of the short ones beside them."""
     short = [control_losses(records, how) for how in CONTROL_ARITHMETICS]
     losses = max(short, key=lambda found: sum(map(len, found.values())))
     early = PairedDifference.of(losses["ptb-sigsoftmax"], losses["ptb-softmax"])

@@ -70,7 +70,7 @@ def run(transcript: Transcript) -> str:
 
 
 def run_command(command: str, folder: Path) -> str:
-    """What a command prints, without progress that was written over."""
+    """The text that a command prints, without progress that was written over."""
     words = shlex.split(command)
     program = {"sigsoftmax": ["-m", "sigsoftmax"], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
     arguments = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words[1:]]

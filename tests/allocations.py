@@ -1,4 +1,4 @@
-"""What an action allocates, temporaries inside operations included."""
+"""Memory that an action allocates, temporaries inside operations included."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -11,9 +11,9 @@ class Allocations(NamedTuple):
     """Bytes on the CPU."""
 
     largest: int
-    """of the largest single allocation"""
+    """bytes of the largest single allocation"""
     peak: int
-    """of all that was held at once, beyond what was held before"""
+    """bytes of all that was held at once, beyond what was held before"""
 
 
 def allocations_of(action: Callable[[], object]) -> Allocations:

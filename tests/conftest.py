@@ -1,4 +1,4 @@
-"""What every test stands on: the CPU settings torch needs, a fixed seed, and a family left as it was found."""
+"""The ground of every test: the CPU settings torch needs, a fixed seed, and a family left as it was found."""
 
 import os
 import shutil

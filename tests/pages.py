@@ -53,11 +53,11 @@ class Block:
 
     page: Path
     line: int
-    """of the opening fence, from 1"""
+    """line of the opening fence, from 1"""
     language: str
     text: str
     not_run: str | None = None
-    """why its commands are parsed only"""
+    """the reason why its commands are parsed only"""
     is_output: bool = False
 
     @property
@@ -121,7 +121,7 @@ class Run:
     names: dict[str, object] = field(default_factory=lambda: {"__name__": "page"})
     printed: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
-    """of the environment, set before the command that runs"""
+    """variables of the environment, set before the command that runs"""
 
     def run_page(self, page: Path) -> None:
         for block in blocks_of(page):
@@ -234,7 +234,7 @@ def tool_command(run: Run, block: Block, words: list[str]) -> None:
 
 
 GLOO_ABORTS = "terminate called without an active exception"
-"""What a thread of gloo says that is not waited for when a process ends; now and then, after all work is done."""
+"""The message of a thread of gloo that is not waited for when a process ends; now and then, after all work is done."""
 
 
 def _subprocess(run: Run, block: Block, words: list[str]) -> None:

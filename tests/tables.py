@@ -3,7 +3,7 @@
 The plain computations are written a second time, from the definitions, in float64 and without a thought for memory:
 phi of the logits, a log-sum-exp, a weighted sum. Nothing here calls the code under test, except to make its members.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ learned_members = pytest.mark.parametrize("member", [m for m in MEMBERS if m.lea
 
 
 class Plain(NamedTuple):
-    """What a plain computation finds for each token."""
+    """The results of a plain computation for each token."""
 
     losses_N: Tensor
     log_normalizer_NK: Tensor

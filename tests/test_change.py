@@ -19,8 +19,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "sigsoftmax"
 ROAD = ("backends", "contract", "losses")
 """folders of the road; those who call the public functions pass options on by their names"""
 
-PUBLIC = {"losses/functional.py", "losses/op.py", "contract/spec.py"}
-"""what lists the options one by one: public functions, the specification, and the schema of the op"""
+PUBLIC = {"losses/functional.py", "contract/spec.py"}
+"""files that list the options one by one: public functions, and the specification, which the op's schema follows"""
 ARITHMETIC = {"contract/tokens.py", "backends/reference.py"}
 FUSED = {"backends/triton/fused_loss.py", "backends/triton/fused_mixture.py"}
 LAUNCHES = FUSED | {"backends/triton/fused_tokens.py"}
@@ -30,15 +30,14 @@ KERNELS = {
     "backends/triton/kernels/token_losses.py",
 }
 """the transcription of the arithmetic, and the kernels that hand its numbers on to it"""
-STATISTICS = {"losses/token_statistics.py", "losses/statistics_op.py"}
-"""public functions of token statistics, and the schema of their op: they share some options with losses"""
+STATISTICS = {"losses/token_statistics.py"}
+"""public functions of token statistics, which share some options with losses"""
 MIXED_PROBABILITY = {
     "backends/chunked/log_probs.py",
     "backends/chunked/loop.py",
     "backends/chunked/mixture.py",
     "backends/triton/chunk_loop.py",
     "contract/normalizing.py",
-    "losses/log_probs_op.py",
 }
 """files that compute the probability of every class of a mixture, which a floor is part of"""
 
@@ -51,21 +50,23 @@ KNOWN: dict[str, set[str]] = {
     | ARITHMETIC
     | LAUNCHES
     | KERNELS
-    | {"losses/validation.py", "contract/value_checks.py", "backends/chunked/loss.py"}
+    | {"losses/validation.py", "losses/op.py", "losses/statistics_op.py"}
+    | {"contract/value_checks.py", "backends/chunked/loss.py"}
     | {"contract/statistics.py", "backends/chunked/statistics.py"},
-    "reduction": PUBLIC | ARITHMETIC | LAUNCHES | {"backends/chunked/loss.py"},
+    "reduction": PUBLIC | ARITHMETIC | LAUNCHES | {"losses/op.py", "backends/chunked/loss.py"},
     "weight_gradient": PUBLIC
     | STATISTICS
     | LAUNCHES
-    | {"backends/chunked/path.py", "backends/chunked/logits.py", "backends/chunked/vocabulary_blocks.py"},
+    | {"backends/chunked/path.py", "backends/chunked/logits.py", "backends/chunked/chunk_plan.py"}
+    | {"backends/chunked/vocabulary_blocks.py"},
     "chunk_bytes": PUBLIC
     | STATISTICS
     | LAUNCHES
     | {
         "contract/problem.py",
-        "losses/log_probs_op.py",
         "backends/chunked/path.py",
         "backends/chunked/logits.py",
+        "backends/chunked/chunk_plan.py",
     },
 }
 
@@ -96,16 +97,13 @@ LONGER = {
     "losses/functional.py": {"cross_entropy", "linear_cross_entropy", "mixture_cross_entropy"},
     "distributed/losses.py": {"linear_cross_entropy", "mixture_cross_entropy"},
     "layers/mixture.py": {"__init__"},
-    "losses/op.py": {"_fake_op"},
-    "losses/log_probs_op.py": {"_fake_op"},
-    "losses/statistics_op.py": {"_fake_op"},
     "losses/token_statistics.py": {"linear_token_statistics", "mixture_token_statistics"},
 }
-"""public signatures, and the schemas of ops"""
+"""public signatures"""
 
 
 def test_options_travel_together() -> None:
-    """Functions with many parameters are kernels, public signatures, or the schemas of ops."""
+    """Functions with many parameters are kernels or public signatures."""
     found: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -131,7 +129,7 @@ def files_with_the_text(text: str) -> set[str]:
 
 
 PAPER = {"records/published/paper.py", "experiments/reproduce/run.py"}
-"""what the paper has published, and the command that runs its tables"""
+"""publications of the paper, and the command that runs its tables"""
 LOOKS = {"report/theme.py"}
 """colours that readers know from other reports; a head without an entry gets the next free one"""
 

@@ -13,7 +13,7 @@ from tests.experiments.small_runs import SINGLE, write_text
 
 from sigsoftmax import cli, family
 from sigsoftmax._version import __version__
-from sigsoftmax.cli import language_models, studies
+from sigsoftmax.cli import verbs
 from sigsoftmax.cli.parser import heads, numbers
 from sigsoftmax.experiments import capacity, compare, demo
 from sigsoftmax.experiments.audit import run as audit
@@ -262,7 +262,7 @@ def test_a_sweep_gets_its_seeds_and_precisions(seen, tmp_path):
     assert (seen[-1].confidence, seen[-1].at_once) == (0.95, None)
 
 
-@pytest.mark.parametrize("verb", [*studies.VERBS, *language_models.VERBS], ids=lambda verb: verb.name)
+@pytest.mark.parametrize("verb", verbs.VERBS, ids=lambda verb: verb.name)
 def test_the_help_shows_the_defaults_of_the_configuration(verb, capsys):
     if not verb.config:
         return

@@ -35,7 +35,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "mathematics.md"
 FLOAT64_NOISE = 1e-12
 LARGEST_BFLOAT16 = torch.finfo(torch.bfloat16).max
 WIDE_LOGITS = (-1e4, -1e3, -100.0, -30.0, -3.0, 0.0, 3.0, 30.0, 60.0, 88.0, 104.0, 1e3, 1e4)
-"""Levels of logits on both sides of the bend, and of float32's largest and smallest exponentials."""
+"""Levels of logits on both sides of the nonlinearity, and of float32's largest and smallest exponentials."""
 
 MEMBERS = (
     OutputFunction("softmax"),
@@ -1085,7 +1085,7 @@ def test_mixture_can_change_an_order() -> None:
 
 
 def is_reachable_argmax(weight: np.ndarray, bias: np.ndarray, j: int) -> bool:
-    """Whether some h makes class j the strict argmax of W h + bias, by linear programming."""
+    """True if some h makes class j the strict argmax of W h + bias, by linear programming."""
     others = [i for i in range(len(bias)) if i != j]
     # Maximise a margin t <= 1 with (w_j - w_i) h + (b_j - b_i) >= t for every other class i.
     rows = np.hstack([weight[others] - weight[j], np.ones((len(others), 1))])

@@ -1,4 +1,4 @@
-"""What is published, and the workflows that check and publish it."""
+"""The published package, and the workflows that check and publish it."""
 
 import importlib.util
 import re

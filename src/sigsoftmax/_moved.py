@@ -42,16 +42,16 @@ MODULES = {
 }
 """old path: new path, below ``sigsoftmax``"""
 
-PACKAGES = {
-    "analysis.audit": ("analysis.audit.findings", {"AuditSettings", "Findings", "Subject", "measure"}),
-    "lm.data": (
-        "lm.data.corpus",
-        {"Corpus", "Vocabulary", "WindowLengths", "batchify", "evaluation_windows"},
-    ),
-    "lm.model": ("lm.model.language_model", {"Features", "LanguageModel"}),
-    "lm.training": ("lm.training.trainer", {"Diverged", "Progress", "Trainer", "run_together"}),
+PACKAGES: dict[str, dict[str, tuple[str, ...]]] = {
+    "analysis.audit": {"analysis.audit.findings": ("AuditSettings", "Findings", "Subject", "measure")},
+    "lm.data": {
+        "lm.data.corpus": ("Corpus", "Vocabulary"),
+        "lm.data.windows": ("WindowLengths", "batchify", "evaluation_windows"),
+    },
+    "lm.model": {"lm.model.language_model": ("Features", "LanguageModel")},
+    "lm.training": {"lm.training.trainer": ("Diverged", "Progress", "Trainer", "run_together")},
 }
-"""package of today: the module that has the names of the one that stood there, and these names"""
+"""package of today: the modules that have the names of the module that stood there, and these names"""
 
 PREFIX = "sigsoftmax."
 
@@ -81,12 +81,12 @@ def install() -> None:
 
 def forward_names(package: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package that stands where a module stood."""
-    module, names = PACKAGES[package.removeprefix(PREFIX)]
-    new = PREFIX + module
+    modules = {name: module for module, names in PACKAGES[package.removeprefix(PREFIX)].items() for name in names}
 
     def find(name: str) -> Any:
-        if name not in names:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        new = PREFIX + modules[name]
         value = getattr(importlib.import_module(new), name)
         warnings.warn(f"{package}.{name} has moved to {new}", DeprecationWarning, stacklevel=2)
         return value

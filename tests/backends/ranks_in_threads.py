@@ -2,7 +2,7 @@
 
 What they find is held against one loss over all classes: the losses, and the sums or parts of the gradients.
 
-Shapes: N tokens, K components, V classes, d features, P processes.
+Shapes: N tokens, K components, V classes, d width, P processes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def in_threads(
     meeting: Meeting | None = None,
     **options: Any,
 ) -> list[Outcome]:
-    """What every rank finds; gradients of what is shared are those of the rank's own classes."""
+    """The results of every rank; gradients of what is shared are those of the rank's own classes."""
     meeting = meeting or Meeting(len(sizes))
 
     def one(rank: int) -> Outcome:

@@ -1,6 +1,6 @@
-"""What torch may ask of an operation: gradients in every mode, compilation, autocast, and the ops' own contract.
+"""Demands of torch on an operation: gradients in every mode, compilation, autocast, and the ops' own contract.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.recording import record_results
 from tests.tables import (
     BACKENDS,
     MEMBERS,
@@ -52,7 +53,7 @@ Operation = Callable[..., Tensor]
 
 
 def logits_loss(hidden: Tensor, matrix: Tensor, bias: Tensor, prior: Tensor, **options: Any) -> Tensor:
-    """Of logits, as a function of the same four inputs as the others."""
+    """The loss of given logits, as a function of the same four inputs as the others."""
     z = hidden[:, 0] @ matrix.t() + bias + 0.0 * prior.sum()
     return sigsoftmax.cross_entropy(z, TARGET, **options)
 
@@ -229,8 +230,7 @@ def test_products_that_nobody_wants_are_not_computed(
     """Gradients that are computed: those that are wanted."""
     if operation is logits_loss:
         wanted = "hidden" if wanted != "nothing" else wanted
-    found: list[Any] = []
-    monkeypatch.setattr(ChunkedLoss, "compute", _recording(ChunkedLoss.compute, found))
+    found = record_results(monkeypatch, ChunkedLoss, "compute")
     names = ("hidden", "weight", "bias", "prior")
     inputs = [t.detach().requires_grad_(name == wanted) for name, t in zip(names, four_inputs(), strict=True)]
     operation(*inputs, function="sigsoftmax", backend="blocked")
@@ -242,25 +242,15 @@ def test_products_that_nobody_wants_are_not_computed(
 @every_operation
 def test_no_grad_computes_no_gradient(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = four_inputs()
-    results: list[Any] = []
-    for path in (ChunkedLoss, ChunkedLogProbs):
-        monkeypatch.setattr(path, "compute", _recording(path.compute, results))
+    recorded = [record_results(monkeypatch, path, "compute") for path in (ChunkedLoss, ChunkedLogProbs)]
     expected = operation(*inputs, function="sigsoftmax", backend="reference").detach()
     with torch.no_grad():
         actual = operation(*inputs, function="sigsoftmax", backend="blocked")
     assert not actual.requires_grad
     assert_same(actual, expected)
-    (result,) = results
+    (result,) = itertools.chain(*recorded)
     if operation in LOSSES:
         assert all(g is None for g in result.gradients)
-
-
-def _recording(original: Callable[..., Any], results: list[Any]) -> Callable[..., Any]:
-    def record(*arguments: Any) -> Any:
-        results.append(original(*arguments))
-        return results[-1]
-
-    return record
 
 
 @every_backend

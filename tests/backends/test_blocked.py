@@ -1,4 +1,4 @@
-"""Which routines the blocked backend takes for which output function, and that each computes what the formulas say.
+"""Routines of the blocked backend: the choice for each output function, and that each computes what the formulas say.
 
 Shapes: R rows, V classes.
 """
@@ -194,7 +194,7 @@ LEARNED = [
 def test_gradients_of_learned_arguments_are_no_worse_than_plain_torchs(
     function: OutputFunction, shift: float, deviation: float
 ) -> None:
-    """Of the mean over rows that nearly cancel, in several blocks."""
+    """The gradient of the mean over rows that nearly cancel, in several blocks."""
     found_error = plain_error = scale = 0.0
     for seed in range(8):
         torch.manual_seed(seed)

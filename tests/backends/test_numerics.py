@@ -3,7 +3,7 @@
 An error bound is relative to the error of plain torch: phi by its formula in float32 on the same logits, then
 ``cross_entropy``, both judged against float64 in the Frobenius norm.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import sigsoftmax
 
 V = 9
 SLACK = 1.5
-"""How much larger than plain torch's an error may be, besides a few roundings of the result."""
+"""The most that an error may be relative to plain torch's, besides a few roundings of the result."""
 SHIFTS = (-1e4, -100.0, -20.0, 0.0, 20.0, 100.0, 1e4)
 
 
@@ -185,7 +185,7 @@ EXACT_ROWS: dict[str, Sequence[float]] = {
     "most negative bfloat16": (-3.3895313892515355e38, -3.3895313892515355e38, -3.3895313892515355e38),
     "1e4 and near": (1e4, 1e4 - 1.0, 1e4 - 3.5, -1e4),
     "-1e4 and near": (-1e4, -1e4 - 1.0, -1e4 - 3.5, -1e4 + 0.5),
-    "around the bend": (0.25, -0.25, 1e-20, -1e-20, 2.0, -60.0),
+    "around the nonlinearity": (0.25, -0.25, 1e-20, -1e-20, 2.0, -60.0),
     "a far spread": (88.0, 0.0, -88.0, -104.0),
     "twice at the low end": (-1e30, -1e30, 0.0, 1.0),
     "far to both sides": (-3.4e38, 0.0, 1e30, -1.7e38, -1.7e38),
@@ -329,7 +329,7 @@ def test_errors_are_no_larger_than_plain_torchs(member: Member, dtype: torch.dty
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("label", ["softmax", "sigsoftmax", "shifted(b=1.3)", "sigmoid", "gss(k=0)", "gss(k=2, c=1)"])
 def test_float32_keeps_its_digits_at_every_level(label: str, shift: float, backend: str) -> None:
-    """Where plain torch loses them (6e-4 at -1e4): within 2e-6 of float64 on the logits as they are."""
+    """Digits that plain torch loses (6e-4 at -1e4): within 2e-6 of float64 on the logits as they are."""
     member = by_label[label]
     z = (3.0 * torch.randn(32, 100) + shift).float()
     target = torch.randint(100, (32,))

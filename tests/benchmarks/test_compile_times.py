@@ -1,4 +1,4 @@
-"""Which kernels a program launches without data, and how variants are counted; compiling is another test's."""
+"""The kernels that a program launches without data, and the count of variants; compiling is another test's."""
 
 import os
 

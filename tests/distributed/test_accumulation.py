@@ -1,6 +1,6 @@
 """Gradients summed over batches under DDP, exchanged with the last one alone, against plain torch in one process.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Heads that are DTensors, and layers under DDP and FSDP2, against the same in one process.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

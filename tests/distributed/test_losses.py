@@ -1,6 +1,6 @@
 """Vocabulary-parallel losses on processes, against the same loss in one process.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gathered: list[int] = []
         self.stated: list[int] = []
-        """what a rank says of itself before a loss: a few integers"""
+        """bytes that a rank says of itself before a loss: a few integers"""
         self.reduced: list[int] = []
         gather, reduce = exchange._gather_into, dist.all_reduce
 
@@ -279,7 +279,7 @@ def check_bytes() -> None:
         rows = N * K if mixture else N
         assert reduced == rows * D * 4, "dX, once"
         per_token = {
-            (False, 0.0): 4,  # anchor, offset, normaliser, target
+            (False, 0.0): 4,  # row maximum, offset, normaliser, target
             (False, 0.1): 6,  # and the smoothing sum with its weight
             (True, 0.0): 4 * K,
             (True, 0.1): 3 * K + 1 + K,  # normalisers; the loss; dL/dlog prior

@@ -1,4 +1,4 @@
-"""What a person sees of runs: lines in a file, a changing line or bars in a terminal."""
+"""The display of runs: lines in a file, a changing line or bars in a terminal."""
 
 import io
 import sys

@@ -60,7 +60,7 @@ def test_files(tmp_path, matrix):
 def test_some_rows_of_a_file(tmp_path):
     np.savez(tmp_path / "p.npz", p=LOG_P.numpy())
     stored = StoredDistributions(tmp_path / "p.npz")
-    assert (stored.contexts, stored.words, stored.dtype) == (9, 7, "float64")
+    assert (stored.contexts, stored.vocabulary, stored.dtype) == (9, 7, "float64")
     torch.testing.assert_close(stored.log_probs(torch.tensor([1, 4, 8])), LOG_P[[1, 4, 8]])
 
 

@@ -32,7 +32,7 @@ def float64(*values: float) -> Tensor:
 
 
 def wide_logits(num_rows: int = 9, num_classes: int = 7) -> Tensor:
-    """Rows on both sides of every bend, near and far apart; no logit is 0, where relu has no derivative."""
+    """Rows on both sides of every nonlinearity, near and far apart; no logit is 0, where relu has no derivative."""
     levels = torch.linspace(-30.0, 30.0, num_rows, dtype=torch.float64).unsqueeze(-1)
     return levels + 4.0 * torch.randn(num_rows, num_classes, dtype=torch.float64)
 

@@ -1,6 +1,6 @@
 """OutputLayer and the nn-style shells.
 
-Shapes: N tokens, V classes, d features.
+Shapes: N tokens, V classes, d width.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What only a GPU shows: cuDNN with masked weights, captured graphs that draw new masks, precisions, runs at once."""
+"""Tests that need a GPU: cuDNN with masked weights, captured graphs that draw new masks, precisions, runs at once."""
 
 import math
 

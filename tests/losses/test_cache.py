@@ -1,6 +1,6 @@
 """Calls that are lowered anew, calls that are found again, and the contents of the cache of lowered calls.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.recording import record_results
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -45,15 +46,7 @@ def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def decided(monkeypatch: pytest.MonkeyPatch) -> list[Lowered]:
     """The calls that were lowered, and not found again."""
-    found: list[Lowered] = []
-    original = lowering._decide
-
-    def decide(*call: Any) -> Lowered:
-        found.append(original(*call))
-        return found[-1]
-
-    monkeypatch.setattr(lowering, "_decide", decide)
-    return found
+    return record_results(monkeypatch, lowering, "_decide")
 
 
 def leaf(*shape: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The public functions against torch (softmax) and against plain computations (every member), option by option.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.chunked.logits import automatic_weight_gradient
+from sigsoftmax.backends.chunked.chunk_plan import automatic_weight_gradient
 from sigsoftmax.losses.extras import Extras
 
 N, K, V, D = 7, 3, 5, 4
@@ -986,7 +986,7 @@ def test_same_inputs_same_bits(member: Member, dtype: torch.dtype, backend: str)
 
 @every_backend
 def test_a_tokens_loss_does_not_depend_on_its_neighbours(backend: str) -> None:
-    """Rows of all kinds in one block: far right, far left of the bend, masked, plain."""
+    """Rows of all kinds in one block: far right, far left of the nonlinearity, masked, plain."""
     z = normal(8, V)
     z[1] += 300.0
     z[2] -= 300.0

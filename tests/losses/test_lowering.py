@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.recording import record_results
 from tests.tables import BACKENDS, every_backend
 from torch import Tensor
 
@@ -176,13 +177,6 @@ def test_an_environment_that_asks_for_a_fast_backend_is_not_overridden_silently(
 @every_backend
 def test_the_backend_that_is_named_is_the_one_that_runs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The routines of a fast backend are made, or not made."""
-    made: list[str] = []
-    original = blocked.routines
-
-    def spy(*arguments: Any, **options: Any) -> Any:
-        made.append("blocked")
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(blocked, "routines", spy)
+    made = record_results(monkeypatch, blocked, "routines")
     loss(backend=backend)
-    assert made == (["blocked"] if backend == "blocked" else [])
+    assert len(made) == (1 if backend == "blocked" else 0)

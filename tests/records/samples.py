@@ -8,7 +8,6 @@ from sigsoftmax.records import Environment
 from sigsoftmax.records.schemas.audits import (
     ArgmaxCounts,
     Audit,
-    Bend,
     GradientShare,
     HeadAtWidth,
     LayerDescription,
@@ -16,6 +15,7 @@ from sigsoftmax.records.schemas.audits import (
     TargetResult,
     Truncation,
     TruncationPoint,
+    UseOfNonlinearity,
 )
 from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
 from sigsoftmax.records.schemas.classifiers import Attempt, Calibration, ClassifierResult
@@ -138,7 +138,7 @@ def audit(**changes: Any) -> Audit:
             words=128_256,
             points=tuple(TruncationPoint(width=2**k, kl=1.4 / 2**k, bound=1.4 / 2**k) for k in range(1, 10)),
         ),
-        bend=Bend(
+        bend=UseOfNonlinearity(
             contexts=512,
             lines=(
                 ShareOnLine(name="left", slope=2.0, logits=0.7, probability=0.1),

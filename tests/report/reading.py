@@ -1,4 +1,4 @@
-"""What stands in a page, without a browser."""
+"""The text of a page, read without a browser."""
 
 import json
 from html.parser import HTMLParser

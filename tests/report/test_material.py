@@ -1,4 +1,4 @@
-"""What a page is made of: repetitions count once, and runs that are no repetitions stay apart."""
+"""The material of a page: repetitions count once, and runs that are no repetitions stay apart."""
 
 import dataclasses
 from pathlib import Path

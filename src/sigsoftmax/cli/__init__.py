@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Sequence
 
 from sigsoftmax._version import __version__
-from sigsoftmax.cli import language_models, studies
 from sigsoftmax.cli.parser import Parser, add_verbs
+from sigsoftmax.cli.verbs import VERBS
 from sigsoftmax.terminal import escaped_output
 
 __all__ = ["main"]
@@ -25,7 +25,7 @@ def _parser(given: Sequence[str]) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"sigsoftmax {__version__}")
-    parsers = {"": parser, **add_verbs(parser, (*studies.VERBS, *language_models.VERBS))}
+    parsers = {"": parser, **add_verbs(parser, VERBS)}
     for one in parsers.values():
         one.given, one.all_parsers = given, parsers
     return parser

@@ -10,7 +10,7 @@ class Operands(NamedTuple):
     """The tensors that a loss or log-probabilities are computed from, as the caller passed them.
 
     Each is a tensor or None; in a signature it is a description of one. Shapes: (...) leading dimensions of the tokens,
-    K components, V classes, d features.
+    K components, V classes, d width.
     """
 
     input: Any

@@ -1,6 +1,6 @@
 """A call that has been validated, and what a backend answers to it.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class StatisticsPath(Protocol):
 
 
 class Refusal(NamedTuple):
-    """Why a backend cannot compute something."""
+    """The reason why a backend cannot compute something."""
 
     reason: str
 

@@ -77,6 +77,8 @@ class RowTargets(NamedTuple):
     """(V,) or (R, V): weights over all classes"""
     argmax: bool = False
     entropy: bool = False
+    first_class: int = 0
+    """the class of the first column of the logits, other than 0 for a block of the vocabulary"""
 
 
 class RowRoutines(Protocol):
@@ -107,7 +109,10 @@ class RowRoutines(Protocol):
 
 @runtime_checkable
 class FusedRowRoutines(RowRoutines, Protocol):
-    """A backend that can do both at once, where the coefficients do not wait for the statistics."""
+    """A backend that can do both at once, where the coefficients do not wait for the statistics.
+
+    Its ``gradient`` also takes a block of the vocabulary, and any rows whose statistics are known.
+    """
 
     def stats_and_gradient(
         self,
@@ -118,16 +123,4 @@ class FusedRowRoutines(RowRoutines, Protocol):
         out_RV: Tensor,
     ) -> RowStats:
         """Both routines; ``z_slope * log sum g`` is added to the normaliser's coefficient."""
-        ...
-
-    def gradient(
-        self,
-        logits_RV: Tensor,
-        targets: RowTargets,
-        stats: RowStats,
-        coefficients: RowCoefficients,
-        out_RV: Tensor,
-        first_class: int = 0,
-    ) -> None:
-        """Write dL/dlogits of a block of classes from the first one on, of any rows whose statistics are known."""
         ...

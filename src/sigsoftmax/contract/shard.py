@@ -23,7 +23,7 @@ class Shard:
     """
 
     sizes: tuple[int, ...]
-    """how many classes each process holds"""
+    """number of classes that each process holds"""
     rank: int
     gather: Callable[[Tensor], Tensor]
     """(P, ...) of tensors that have the same shape in every process"""

@@ -1,6 +1,6 @@
 """Who holds which classes, and this process's part of whatever has a place for every class.
 
-Shapes: V classes, d features.
+Shapes: V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Losses of an output matrix whose rows, the classes, are spread over processes.
 
 Every rank of the group passes the same tokens and its own classes. The ranks exchange a few numbers per token and
-component (``backends.chunked.sharded_rows``), so that each has the whole loss; nothing that is exchanged grows with the
-number of classes. Backward sums the gradients of what the ranks share, ``input`` and scalar parameters of the function;
-those of the weight, the bias and parameters per class stay where these are.
+component (``backends.chunked.sharded_statistics``), so that each has the whole loss; nothing that is exchanged grows
+with the number of classes. Backward sums the gradients of what the ranks share, ``input`` and scalar parameters of the
+function; those of the weight, the bias and parameters per class stay where these are.
 
-Shapes: N tokens (the product of all leading dimensions), K components, V classes of this rank, d features.
+Shapes: N tokens (the product of all leading dimensions), K components, V classes of this rank, d width.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ from sigsoftmax.experiments.runs.run import (
     planned_runs,
 )
 from sigsoftmax.lm.config import Recipe
-from sigsoftmax.lm.data.corpus import Corpus, batchify
+from sigsoftmax.lm.data.corpus import Corpus
+from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.recipes import recipe, with_overrides, written_changes
 from sigsoftmax.lm.saving.saved_models import load_model
 from sigsoftmax.lm.training.evaluation import evaluate

@@ -23,6 +23,7 @@ from sigsoftmax.experiments.pictures import draw_bottleneck
 from sigsoftmax.experiments.runs.run import check_out
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.report.sections.capacity import EQUAL, change_text
 from sigsoftmax.synthetic import Language
 
 __all__ = ["DemoConfig", "run"]
@@ -30,8 +31,6 @@ __all__ = ["DemoConfig", "run"]
 HEADS = ("softmax", "sigsoftmax", "shifted_sigsoftmax(b=per_class)", "gss(k=0.2)", "gss(k=0)", "mos(K=4)", "moss(K=4)")
 FLOOR = 1e-4
 """nats below which a fit ends: far below what the picture shows"""
-EQUAL = 0.01
-"""KLs that differ by less than this fraction are called equal: two starts of one fit may differ as much"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +192,7 @@ def _sigsoftmax(softmax: CapacityResult, sigsoftmax: CapacityResult) -> str:
             f"- sigsoftmax has {ranks}, and the same KL within {abs(gain):.2%} "
             f"({sigsoftmax.fitted_kl:.4f} against {softmax.fitted_kl:.4f}): the higher rank did not lower it.{limit}"
         )
-    return f"- sigsoftmax has {ranks}, and {_change(gain)} KL.{limit}"
+    return f"- sigsoftmax has {ranks}, and {change_text(-gain)} KL.{limit}"
 
 
 def _others(softmax: CapacityResult, others: Sequence[CapacityResult], curve: dict[int, float]) -> str:
@@ -201,16 +200,12 @@ def _others(softmax: CapacityResult, others: Sequence[CapacityResult], curve: di
     for result in sorted(others, key=lambda r: -r.fitted_kl):
         gain = 1.0 - result.fitted_kl / softmax.fitted_kl
         worth = _width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve)
-        parts.append(f"\n    {head_text(result.head)}: {_change(gain)}, worth softmax of {worth}")
+        parts.append(f"\n    {head_text(result.head)}: {change_text(-gain)}, worth softmax of {worth}")
     caution = (
         "\n  A head that contains another goes on from its solution, and so is fitted longer: gaps of a few percent,"
         "\n  as between MoS and MoSS, may be the optimiser's."
     )
     return f"- KL at width {softmax.width} against softmax:" + "".join(parts) + caution
-
-
-def _change(gain: float) -> str:
-    return f"{abs(gain):.1%} {'less' if gain >= 0 else 'more'}"
 
 
 def _sufficient(here: Sequence[CapacityResult]) -> str:

@@ -52,7 +52,7 @@ FORETELLS = 0.2
 class Pace:
     """Tells when the next of many lines is due: so many seconds after the last."""
 
-    def __init__(self, seconds: float, *, last: float = -math.inf) -> None:
+    def __init__(self, seconds: float = 1.0, *, last: float = -math.inf) -> None:
         self._seconds, self._last = seconds, last
 
     def is_due(self) -> bool:

@@ -2,7 +2,7 @@
 
 A language is written like ``of_rank(contexts=400, words=200, rank=100)``.
 
-Shapes: N contexts, V words.
+Shapes: N contexts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class StoredDistributions:
             self._source = from_file(path, truncated=truncated)
         self.notes = tuple(f"{warning.message}." for warning in warned)
         first = self._first_row()
-        self.contexts, self.words = _known(self._source.contexts), len(first)
+        self.contexts, self.vocabulary = _known(self._source.contexts), len(first)
         self.dtype = str(first.dtype).removeprefix("torch.")
         self.are_probabilities = bool((first >= 0.0).all())
         """log-probabilities have negative entries; the first row tells"""
@@ -131,8 +131,8 @@ class StoredDistributions:
 
     def log_probs(self, rows_N: Tensor, progress: Callable[[str], None] = lambda _: None) -> Tensor:
         """Log-probabilities of some contexts, in ascending order, float64. ValueError names a row that is none."""
-        out_NV = torch.empty(rows_N.numel(), self.words, dtype=torch.float64)
-        size = max(1, ROWS_AT_ONCE_BYTES // (8 * self.words))
+        out_NV = torch.empty(rows_N.numel(), self.vocabulary, dtype=torch.float64)
+        size = max(1, ROWS_AT_ONCE_BYTES // (8 * self.vocabulary))
         seen = done = 0
         for block in self._source.blocks(0):
             stored = _tensor(block)

@@ -3,7 +3,7 @@
 What torch has too is named, placed and meant as in torch (``torch.nn.functional`` here). What torch does not have is
 given by name, and ``function``, the output function, is "sigsoftmax" unless it is given.
 
-Shapes: N tokens (the product of all leading dimensions), K components, V classes, d features.
+Shapes: N tokens (the product of all leading dimensions), K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def chosen_backend(asked: str | None, variable: str | None) -> tuple[str | None,
 
 
 def why_only_reference(signature: Signature) -> str | None:
-    """Why nothing but plain autograd can compute a call; None if a fast backend can."""
+    """The reason why nothing but plain autograd can compute a call; None if a fast backend can."""
     tensors = [operand for operand in signature.operands.flat if isinstance(operand, TensorSignature)]
     if signature.wants_plain_autograd:
         return NEEDS_AUTOGRAD

@@ -5,10 +5,9 @@ Both are thin: the way to compute the loss, its gradients included, comes from `
 a sum are computed with the loss; those of losses that are not reduced are computed when they are asked for.
 """
 
-# No postponed annotations here: torch.library reads the schema from them.
-import math
-from collections.abc import Sequence
-from typing import Any, Optional, Union
+from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,8 @@ from torch import Tensor
 from sigsoftmax import torch_internals
 from sigsoftmax.contract import value_checks
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import LossResults, Problem, dtypes_of
-from sigsoftmax.contract.rows import compute_dtype
-from sigsoftmax.contract.signature import is_recording, signature_inside_op, signature_of
+from sigsoftmax.contract.problem import LossResults, Problem
+from sigsoftmax.contract.signature import is_recording, signature_of
 from sigsoftmax.contract.spec import LossSpec, loss_spec
 from sigsoftmax.contract.tokens import entropy
 from sigsoftmax.losses.extras import Extras, named_extras
@@ -32,6 +30,7 @@ from sigsoftmax.losses.gradients import (
 from sigsoftmax.losses.lowering import REFERENCE, Lowered, lower, plain_loss
 from sigsoftmax.losses.packing import (
     PackedOp,
+    TracedCall,
     fake_gradients,
     packed_gradients,
     traced_problem,
@@ -40,7 +39,7 @@ from sigsoftmax.losses.packing import (
 from sigsoftmax.losses.validation import loss_problem
 
 
-def loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tensor, Extras]]:
+def loss(spec: LossSpec, operands: Operands) -> Tensor | tuple[Tensor, Extras]:
     """The loss that a specification asks for; with its extras where these are asked for."""
     if is_recording():
         return _traced_loss(spec, operands)
@@ -79,7 +78,7 @@ def _gradients(lowered: Lowered, operands: Operands, by_losses: Tensor) -> Gradi
     return lowered.path.compute(operands, by_losses).gradients
 
 
-def _reference_loss(problem: Problem[LossSpec], operands: Operands) -> Union[Tensor, tuple[Tensor, Extras]]:
+def _reference_loss(problem: Problem[LossSpec], operands: Operands) -> Tensor | tuple[Tensor, Extras]:
     if not is_recording() and not torch_internals.is_wrapped(operands.target):
         value_checks.check_target(problem.target(operands), problem.num_classes, problem.spec.ignore_index)
         if operands.class_weight is not None:
@@ -95,18 +94,17 @@ def _reference_loss(problem: Problem[LossSpec], operands: Operands) -> Union[Ten
 # The op
 
 
-def _compute_op(input: Tensor, *packed: Any) -> tuple[Tensor, ...]:
+def _compute_op(lowered: Lowered, operands: Operands, by_losses: Tensor | None) -> tuple[Tensor, ...]:
     """All results as tensors: what is absent has no elements."""
-    spec, operands, wanted, autocast, by_losses = _loss_op.unpack((input, *packed))
-    lowered = lower(spec, signature_inside_op(operands, wanted, autocast))
+    problem, spec = lowered.problem, lowered.problem.spec
     results: LossResults = lowered.path.compute(operands, by_losses)
-    numbers = input.new_empty(0, dtype=lowered.problem.compute_dtype)
+    numbers = operands.input.new_empty(0, dtype=problem.compute_dtype)
     log_normalizer, argmax, entropies = results.extras
     if log_normalizer is None or "log_normalizer" not in (spec.extras or ()):
-        log_normalizer = numbers.new_empty(0, lowered.problem.components)
+        log_normalizer = numbers.new_empty(0, problem.components)
     return (
         results.loss,
-        torch.empty_like(numbers) if spec.reduction == "none" else results.losses_N[: lowered.problem.num_tokens],
+        torch.empty_like(numbers) if spec.reduction == "none" else results.losses_N[: problem.num_tokens],
         log_normalizer,
         numbers.new_empty(0, dtype=torch.int64) if argmax is None else argmax,
         torch.empty_like(numbers) if entropies is None else entropies,
@@ -114,56 +112,21 @@ def _compute_op(input: Tensor, *packed: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _fake_op(
-    input: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    prior_logits: Optional[Tensor],
-    target: Tensor,
-    class_weight: Optional[Tensor],
-    token_weights: Optional[Tensor],
-    arguments: Sequence[Tensor],
-    prior_arguments: Sequence[Tensor],
-    by_output: Optional[Tensor],
-    form: str,
-    values: Sequence[float],
-    kinds: Sequence[int],
-    prior_form: Optional[str],
-    prior_values: Sequence[float],
-    prior_kinds: Sequence[int],
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    floor: float,
-    weight_gradient: str,
-    chunk_bytes: Optional[int],
-    extras: Sequence[bool],
-    backend: Optional[str],
-    autocast: Optional[torch.dtype],
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    is_mixture, is_none = prior_form is not None, reduction == "none"
-    leading = input.shape[:-2] if is_mixture else input.shape[:-1]
-    components = input.shape[-2] if is_mixture else 1
-    tokens = math.prod(leading)
-    product_dtype, dtype = dtypes_of(input.dtype, autocast, has_weight=weight is not None, is_loss=True)
-    numbers = input.new_empty(0, dtype=compute_dtype(product_dtype))
-    operands = Operands(
-        *(input, weight, bias, prior_logits, target, class_weight, token_weights), arguments, prior_arguments
-    )
-    needed = [flag and (not is_none or by_output is not None) for flag in wanted]
-    return (  # type: ignore[return-value]
-        numbers.new_empty(leading if is_none else (), dtype=dtype),
+def _fake_op(call: TracedCall) -> tuple[Tensor, ...]:
+    is_none, extras, tokens = call.options["reduction"] == "none", call.options["extras"], call.tokens
+    arithmetic, dtype = call.dtypes(is_loss=True)
+    numbers = call.operands.input.new_empty(0, dtype=arithmetic)
+    return (
+        numbers.new_empty(call.leading if is_none else (), dtype=dtype),
         numbers.new_empty(0 if is_none else tokens),
-        numbers.new_empty(tokens if extras[0] else 0, components),
-        input.new_empty(tokens if extras[1] else 0, dtype=torch.int64),
+        numbers.new_empty(tokens if extras[0] else 0, call.components),
+        numbers.new_empty(tokens if extras[1] else 0, dtype=torch.int64),
         numbers.new_empty(tokens if extras[2] else 0),
-        *fake_gradients(operands, needed, numbers),
+        *fake_gradients(call.operands, call.needed if is_none else call.options["wanted"], numbers),
     )
 
 
-_loss_op = PackedOp("sigsoftmax::loss", loss_spec, _compute_op, _fake_op)
+_loss_op = PackedOp("sigsoftmax::loss", LossSpec, loss_spec, 5, _compute_op, _fake_op)
 
 
 def _op_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -176,7 +139,7 @@ def _op_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
         ctx.save_for_backward(losses, *gradients, *operands.all_arguments)
 
 
-def _op_backward(ctx: Any, by_loss: Optional[Tensor], *_: Any) -> tuple[Any, ...]:
+def _op_backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if by_loss is None:
         return _loss_op.by_argument(ctx, [None] * len(ctx.options["wanted"]))
     if ctx.options["reduction"] == "none":
@@ -190,7 +153,7 @@ def _op_backward(ctx: Any, by_loss: Optional[Tensor], *_: Any) -> tuple[Any, ...
 _loss_op.op.register_autograd(_op_backward, setup_context=_op_context)
 
 
-def _traced_loss(spec: LossSpec, operands: Operands) -> Union[Tensor, tuple[Tensor, Extras]]:
+def _traced_loss(spec: LossSpec, operands: Operands) -> Tensor | tuple[Tensor, Extras]:
     """The loss while torch.compile looks: what is traced is validation, and the op or plain autograd."""
     assert operands.shard is None, "exchanges between processes are not compiled"
     problem, backend = traced_problem(loss_problem, spec, operands)

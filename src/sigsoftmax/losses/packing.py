@@ -1,36 +1,69 @@
 """Calls as flat arguments of an op, and gradients as its results.
 
 An op of torch.library takes tensors, numbers and texts. Numbers stay numbers, so that torch.compile may make symbols
-of them. The names of an op's arguments are those of its schema; an argument that is no operand, and has no entry in
-:meth:`PackedOp.pack`, is the field of that name of the specification.
+of them. The schema of an op follows from its specification: after the operands and what every call has come the fields
+of the specification, each of the type that torch has for the field's.
 """
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
+import math
 import os
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from sigsoftmax import family, torch_internals
 from sigsoftmax.contract.operands import Operands, Wanted
-from sigsoftmax.contract.problem import Problem
-from sigsoftmax.contract.signature import BACKEND_VARIABLE, Signature, autocast_dtype, is_exporting, wants_gradient
+from sigsoftmax.contract.problem import Problem, dtypes_of
+from sigsoftmax.contract.rows import compute_dtype
+from sigsoftmax.contract.signature import (
+    BACKEND_VARIABLE,
+    Signature,
+    autocast_dtype,
+    is_exporting,
+    signature_inside_op,
+    wants_gradient,
+)
 from sigsoftmax.contract.spec import EXTRAS, CallSpec, MemberSpec
 from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.losses.gradients import Gradients, not_differentiable_again
-from sigsoftmax.losses.lowering import EXPORTED, NEEDS_AUTOGRAD, chosen_backend, only_by_reference, told
+from sigsoftmax.losses.lowering import (
+    EXPORTED,
+    NEEDS_AUTOGRAD,
+    Lowered,
+    chosen_backend,
+    lower,
+    only_by_reference,
+    told,
+)
 
 KINDS: tuple[ParameterKind | None, ...] = (None, ParameterKind.SCALAR, ParameterKind.PER_CLASS)
 """The kind of a form's argument by its number in an op; the first is a fixed number."""
-OPERANDS = Operands._fields[:9]
+OPERANDS = {
+    "input": "Tensor",
+    **dict.fromkeys(Operands._fields[1:7], "Tensor?"),
+    "arguments": "Tensor[]",
+    "prior_arguments": "Tensor[]",
+}
+"""The operands of an op with their types in its schema."""
+MEMBERS = {"form": "str", "values": "float[]", "kinds": "SymInt[]"}
+OF_CALLS = {
+    "by_output": "Tensor?",
+    **MEMBERS,
+    **{f"prior_{name}": kind + "?" * (name == "form") for name, kind in MEMBERS.items()},
+    "autocast": "ScalarType?",
+    "wanted": "bool[]",
+}
+"""The arguments that every op has after its operands."""
+SCHEMA_TYPES = {bool: "bool", int: "SymInt", float: "float", str: "str"}
 DENSE = ("input", "weight", "bias", "prior_logits", "token_weights")
 """The operands that may want a gradient, besides the arguments of forms."""
-NO_OPTIONS = {*OPERANDS, "by_output", "extras", "autocast", "wanted"}
 
 
 class TracedSignature(NamedTuple):
@@ -68,21 +101,87 @@ def traced_problem(
         return validate(spec, signature), backend
 
 
+def _options_schema(spec: type[CallSpec]) -> dict[str, str]:
+    """The arguments of an op that are fields of its specification, with their types in its schema."""
+
+    def schema_type(field: Any) -> str:
+        if isinstance(field, types.UnionType):
+            return f"{schema_type(get_args(field)[0])}?"
+        return "str" if get_origin(field) is Literal else SCHEMA_TYPES[field]
+
+    hints = get_type_hints(spec)
+    names = [field.name for field in dataclasses.fields(spec) if field.name not in ("member", "prior")]
+    # Of extras an op has a flag for each that there is.
+    return {name: "bool[]" if name == "extras" else schema_type(hints[name]) for name in names}
+
+
+class TracedCall(NamedTuple):
+    """The part of a call that the shapes of its results depend on."""
+
+    operands: Operands
+    options: Mapping[str, Any]
+    """all arguments of the op by their names"""
+    leading: tuple[int, ...]
+    components: int
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.leading)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of results that a call computes unless it is given ``by_output``."""
+        return self.tokens if self.options["by_output"] is None else 0
+
+    @property
+    def needed(self) -> list[bool]:
+        """Flags for the gradients that are computed if the call is given ``by_output``."""
+        return [flag and self.options["by_output"] is not None for flag in self.options["wanted"]]
+
+    def dtypes(self, *, is_loss: bool = False) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of the arithmetic and of the result."""
+        has_weight = self.operands.weight is not None
+        products, dtype = dtypes_of(
+            self.operands.input.dtype, self.options["autocast"], has_weight=has_weight, is_loss=is_loss
+        )
+        return compute_dtype(products), dtype
+
+
 class PackedOp:
     """An op of torch.library whose arguments are a packed call, and whose last results are packed gradients.
 
-    The gradients are those of its first result if it is given the incoming gradient, ``by_output``. Its schema is read
-    from its fake. ``make_spec`` is ``loss_spec``, ``log_probs_spec`` or ``statistics_spec``.
+    The gradients are those of its first result if it is given the incoming gradient, ``by_output``. ``make_spec`` makes
+    a specification of the class ``spec``; ``compute`` has as many ``results``, besides the gradients, as ``fake``.
     """
 
     def __init__(
-        self, name: str, make_spec: Callable[..., CallSpec], compute: Callable[..., Any], fake: Callable[..., Any]
+        self,
+        name: str,
+        spec: type[CallSpec],
+        make_spec: Callable[..., CallSpec],
+        results: int,
+        compute: Callable[[Lowered, Operands, Tensor | None], tuple[Tensor, ...]],
+        fake: Callable[[TracedCall], tuple[Tensor, ...]],
     ) -> None:
         self.make_spec = make_spec
-        self.fields = tuple(inspect.signature(fake).parameters)
-        schema = torch.library.infer_schema(fake, mutates_args=())
-        self.op = torch.library.custom_op(name, compute, mutates_args=(), schema=schema)
-        self.op.register_fake(fake)
+        options = _options_schema(spec)
+        arguments = {**OPERANDS, **OF_CALLS, **options}
+        self.options, self.fields = tuple(options), tuple(arguments)
+
+        def compute_packed(*packed: Any) -> tuple[Tensor, ...]:
+            call_spec, operands, wanted, autocast, by_output = self.unpack(packed)
+            return compute(lower(call_spec, signature_inside_op(operands, wanted, autocast)), operands, by_output)
+
+        def fake_packed(*packed: Any) -> tuple[Tensor, ...]:
+            given = dict(zip(self.fields, packed, strict=True))
+            operands = _unpacked_operands(given)
+            *leading, components = operands.input.shape[:-1] if given["prior_form"] else (*operands.input.shape[:-1], 1)
+            return fake(TracedCall(operands, given, tuple(leading), components))
+
+        listed = ", ".join(f"{kind} {name}" for name, kind in arguments.items())
+        tensors = ", ".join(["Tensor"] * (results + len(DENSE) + 1))
+        self.op = torch.library.custom_op(name, compute_packed, mutates_args=(), schema=f"({listed}) -> ({tensors})")
+        self.op.register_fake(fake_packed)
 
     def pack(
         self,
@@ -108,14 +207,14 @@ class PackedOp:
     def unpack(self, packed: Sequence[Any]) -> tuple[Any, Operands, Wanted, torch.dtype | None, Tensor | None]:
         """The inverse of :meth:`pack`: specification, operands, wanted gradients, autocast's dtype, ``by_output``."""
         given = dict(zip(self.fields, packed, strict=True))
-        options = {name: value for name, value in given.items() if name not in NO_OPTIONS}
+        options = {name: given[name] for name in self.options}
         for name, prefix in (("member", ""), ("prior", "prior_")):
-            form, numbers, kinds = (options.pop(prefix + field) for field in ("form", "values", "kinds"))
+            form, numbers, kinds = (given[prefix + field] for field in MEMBERS)
             if form is not None:
                 values = tuple(KINDS[kind] or float(number) for number, kind in zip(numbers, kinds, strict=True))
                 options[name] = MemberSpec(form, family.form_by_name(form), values)
-        if "extras" in given:
-            asked = zip(EXTRAS, given["extras"], strict=True)
+        if "extras" in options:
+            asked = zip(EXTRAS, options["extras"], strict=True)
             options["extras"] = tuple(name for name, is_asked in asked if is_asked) or None
         operands = _unpacked_operands(given)
         wanted = Wanted.of(given["wanted"], len(operands.arguments))

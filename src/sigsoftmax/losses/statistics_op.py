@@ -3,10 +3,9 @@
 All statistics are columns of one result, so that they have one incoming gradient; logits are computed again for it.
 """
 
-# No postponed annotations here: torch.library reads the schema from them.
-import math
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -14,14 +13,13 @@ from torch import Tensor
 from sigsoftmax import torch_internals
 from sigsoftmax.contract import value_checks
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import Problem, dtypes_of
-from sigsoftmax.contract.rows import compute_dtype
-from sigsoftmax.contract.signature import is_recording, signature_inside_op, signature_of
+from sigsoftmax.contract.problem import Problem
+from sigsoftmax.contract.signature import is_recording, signature_of
 from sigsoftmax.contract.spec import StatisticsSpec, statistics_spec
 from sigsoftmax.contract.statistics import GROUPS, StatisticsArithmetic, TokenStatistics
 from sigsoftmax.losses.gradients import Gradients, RecomputingFunction, is_traced
 from sigsoftmax.losses.lowering import REFERENCE, Lowered, lower, plain_statistics
-from sigsoftmax.losses.packing import PackedOp, fake_gradients, packed_gradients, traced_problem
+from sigsoftmax.losses.packing import PackedOp, TracedCall, fake_gradients, packed_gradients, traced_problem
 from sigsoftmax.losses.validation import statistics_problem
 
 
@@ -58,7 +56,7 @@ def _compute(lowered: Lowered, operands: Operands) -> tuple[Tensor, ...]:
     return *(group.clone() for group in _arithmetic(lowered.problem).groups(values_NC)), indices_NI
 
 
-def _gradients(lowered: Lowered, operands: Operands, *by_groups: Optional[Tensor]) -> Gradients:
+def _gradients(lowered: Lowered, operands: Operands, *by_groups: Tensor | None) -> Gradients:
     if any(by is not None and is_traced(by) for by in by_groups):
         by_statistics_NC = _arithmetic(lowered.problem).joined(by_groups)
         return _op.gradients(lowered.problem, operands, by_statistics_NC)
@@ -89,11 +87,9 @@ def _named(problem: Problem[StatisticsSpec], groups: Sequence[Tensor], indices_N
 # The op
 
 
-def _compute_op(input: Tensor, *packed: Any) -> tuple[Tensor, ...]:
+def _compute_op(lowered: Lowered, operands: Operands, by_statistics_NC: Tensor | None) -> tuple[Tensor, ...]:
     """Statistics and gradients without elements, or statistics without elements and their gradients."""
-    spec, operands, wanted, autocast, by_statistics_NC = _op.unpack((input, *packed))
-    lowered = lower(spec, signature_inside_op(operands, wanted, autocast))
-    gradients: Gradients = [None] * len(wanted.flat)
+    input, gradients = operands.input, [None] * len(lowered.problem.wanted.flat)
     if by_statistics_NC is None:
         values_NC, indices_NI = lowered.path.compute(operands)
     else:
@@ -105,47 +101,15 @@ def _compute_op(input: Tensor, *packed: Any) -> tuple[Tensor, ...]:
     return values_NC, indices_NI, *packed_gradients(gradients, operands, numbers)
 
 
-def _fake_op(
-    input: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    prior_logits: Optional[Tensor],
-    target: Optional[Tensor],
-    arguments: Sequence[Tensor],
-    prior_arguments: Sequence[Tensor],
-    by_output: Optional[Tensor],
-    form: str,
-    values: Sequence[float],
-    kinds: Sequence[int],
-    prior_form: Optional[str],
-    prior_values: Sequence[float],
-    prior_kinds: Sequence[int],
-    ignore_index: int,
-    temperature: float,
-    entropy: bool,
-    argmax: bool,
-    topk: int,
-    weight_gradient: str,
-    floor: float,
-    chunk_bytes: Optional[int],
-    backend: Optional[str],
-    autocast: Optional[torch.dtype],
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    is_mixture = prior_form is not None
-    leading = input.shape[:-2] if is_mixture else input.shape[:-1]
-    components = input.shape[-2] if is_mixture else 1
-    tokens = math.prod(leading) if by_output is None else 0
-    columns = int(target is not None) + int(entropy) + components + topk
-    product_dtype, _ = dtypes_of(input.dtype, autocast, has_weight=True, is_loss=False)
-    operands = Operands(input, weight, bias, prior_logits, target, None, None, arguments, prior_arguments)
-    needed = [by_output is not None and flag for flag in wanted]
-    return (  # type: ignore[return-value]
-        input.new_empty(tokens, columns, dtype=compute_dtype(product_dtype)),
-        input.new_empty(tokens, int(argmax) + topk, dtype=torch.int64),
-        *fake_gradients(operands, needed, input.new_empty(0, dtype=torch.float64)),
+def _fake_op(call: TracedCall) -> tuple[Tensor, ...]:
+    input, options = call.operands.input, call.options
+    columns = int(call.operands.target is not None) + int(options["entropy"]) + call.components + options["topk"]
+    return (
+        input.new_empty(call.rows, columns, dtype=call.dtypes()[0]),
+        input.new_empty(call.rows, int(options["argmax"]) + options["topk"], dtype=torch.int64),
+        *fake_gradients(call.operands, call.needed, input.new_empty(0, dtype=torch.float64)),
     )
 
 
-_op = PackedOp("sigsoftmax::token_statistics", statistics_spec, _compute_op, _fake_op)
+_op = PackedOp("sigsoftmax::token_statistics", StatisticsSpec, statistics_spec, 2, _compute_op, _fake_op)
 _op.register_recomputing_backward()

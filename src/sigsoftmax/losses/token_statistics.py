@@ -1,6 +1,6 @@
 """Statistics of tokens from hidden vectors, for reinforcement learning and distillation; differentiable.
 
-Shapes: N tokens (the product of all leading dimensions), K components, V classes, d features.
+Shapes: N tokens (the product of all leading dimensions), K components, V classes, d width.
 """
 
 from __future__ import annotations

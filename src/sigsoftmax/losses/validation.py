@@ -3,7 +3,7 @@
 Each check says what was expected, what came, and what to do. Checks ask for shapes, dtypes and devices alone, so that
 they serve for the signature of a call, and for the tensors that torch.compile traces.
 
-Shapes: N tokens (the product of all leading dimensions), K components, V classes, d features.
+Shapes: N tokens (the product of all leading dimensions), K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Environment:
     commit: str = ""
     """commit of the checkout that the code came from; empty if it did not come from one, or was not recorded"""
     clean: bool | None = None
-    """whether the code was as that commit has it; None without a commit"""
+    """True if the code was as that commit has it; None without a commit"""
     libraries: tuple[str, ...] = ()
     """installed versions of the libraries that measurements may depend on, as in "triton 3.6.0\""""
 

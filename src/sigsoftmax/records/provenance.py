@@ -19,7 +19,7 @@ REVISION_VARIABLE = "SIGSOFTMAX_REVISION"
 commit says that the code was not as the commit has it"""
 
 CODE = ("src", "benchmarks", "pyproject.toml", "constraints.txt", ":(exclude)benchmarks/records")
-"""what has to be as the commit has it: not the records, which a measurement itself changes"""
+"""files that have to be as the commit has them: not the records, which a measurement itself changes"""
 
 
 @dataclass(frozen=True)

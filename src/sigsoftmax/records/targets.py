@@ -80,7 +80,7 @@ QUANTITIES: Mapping[str, Callable[[Clause, Measurement, Mapping[str, Measurement
     "flat": lambda clause, own, case: _memory_ratio(own, _least_memory(case)),
     "linear": lambda clause, own, case: _off_the_line(own, case),
 }
-"""what a clause bounds, by the word that names it"""
+"""the quantity that a clause bounds, by the word that names it"""
 
 
 def off_the_line(case: Sequence[Measurement]) -> dict[str, float]:

@@ -48,7 +48,7 @@ class Axis:
     log: bool = False
     """as it is shown first"""
     can_switch: bool = True
-    """whether the reader may change between linear and logarithmic"""
+    """True if the reader may change between linear and logarithmic"""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """further ones, in plotly's words"""
 
@@ -91,7 +91,7 @@ class Figure:
     """letters, digits and hyphens; unique in the page"""
     title: str
     summary: str
-    """what is to be seen, for those who do not see it and for those who do"""
+    """a description in words, for those who do not see the figure and for those who do"""
     x: Axis
     y: Axis
     traces: Sequence[Trace]
@@ -105,7 +105,7 @@ class Figure:
     layout: Mapping[str, Any] = field(default_factory=dict)
     """further settings, in plotly's words"""
     narrow_layout: Mapping[str, Any] = field(default_factory=dict)
-    """what replaces them on a narrow screen"""
+    """settings that replace them on a narrow screen"""
 
     def to_json(self) -> dict[str, Any]:
         """The part that the script on the page needs."""

@@ -32,12 +32,12 @@ SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
 def sentence(text: str) -> str:
-    """With a capital at the beginning."""
+    """The text with a capital at the beginning."""
     return text[:1].upper() + text[1:]
 
 
 def number_text(value: float | None, digits: int = 4) -> str:
-    """So many significant digits; a dash for what is not there."""
+    """A number with so many significant digits; a dash for None."""
     if value is None:
         return DASH
     if not math.isfinite(value):

@@ -90,7 +90,7 @@ class Table:
     rows: Sequence[Row]
     notes: Sequence[Child] = ()
     has_heading: bool = False
-    """whether the caption is a heading of the page, too"""
+    """True if the caption is a heading of the page, too"""
 
     def __post_init__(self) -> None:
         for row in self.rows:

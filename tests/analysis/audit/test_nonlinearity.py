@@ -84,7 +84,7 @@ def test_a_sigsoftmax_in_its_bend_has_not():
 def test_shares_are_counted_by_the_slope():
     layer, contexts = layer_and_contexts("sigsoftmax", scale=3.0)
     z = layer.logits(contexts.hidden_NKd[:, 0])
-    # sigmoid(z) <= 0.05 and >= 0.95 are the lines' sides of the bend.
+    # sigmoid(z) <= 0.05 and >= 0.95 are the ends of the lines.
     edge = math.log(0.95 / 0.05)
     found = use_of_nonlinearity(layer, contexts, memory=1)
     assert found.lines[0].logits == pytest.approx(float((z <= -edge).double().mean()))
@@ -112,6 +112,6 @@ def test_components_of_a_mixture_count_by_their_prior():
     hidden_NKd = torch.stack([near, far], 1)
     sure = Contexts(hidden_NKd=hidden_NKd, prior_logits_NK=torch.tensor([[50.0, -50.0]]).repeat(9, 1))
     found = use_of_nonlinearity(layer, sure)
-    # All logits of the first component are 0: in the middle of the bend.
+    # All logits of the first component are 0: in the middle of the nonlinearity.
     assert found.probability_in_bend == pytest.approx(1.0)
     assert found.logits_in_bend == pytest.approx(0.5)

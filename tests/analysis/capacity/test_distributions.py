@@ -1,4 +1,4 @@
-"""The border of given distributions: what is accepted, put right and refused."""
+"""Validation of given distributions: what is accepted, put right and refused."""
 
 import math
 

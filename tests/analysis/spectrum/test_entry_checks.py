@@ -1,4 +1,4 @@
-"""What is wrong with entries, where, and by how much."""
+"""Errors in entries: their kind, their place and their size."""
 
 import math
 

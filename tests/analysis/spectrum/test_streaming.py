@@ -38,7 +38,7 @@ def log_probs(contexts=CONTEXTS, dtype=torch.float64):
 
 @pytest.fixture(params=["held", "summed"])
 def small(request, monkeypatch):
-    """Whether the matrix counts as small, so that it is held, or is summed up block by block."""
+    """Both ways: the matrix counts as small and is held, or it is summed up block by block."""
     monkeypatch.setattr(spectrum_stream, "SMALL", 2**26 if request.param == "held" else 0)
     return request.param
 

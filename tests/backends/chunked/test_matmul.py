@@ -10,7 +10,7 @@ import torch
 from tests.backends.problems import problem_of
 from torch import Tensor
 
-from sigsoftmax.backends.chunked import logits, matmul
+from sigsoftmax.backends.chunked import chunk_plan, matmul
 from sigsoftmax.backends.chunked.logits import LinearLogits
 from sigsoftmax.contract.operands import Operands
 
@@ -55,7 +55,7 @@ def test_aligned_rows_are_summed_apart_from_the_rest(rows: int) -> None:
 
 
 def gradients(rows: int, chunks: int) -> tuple[LinearLogits, list[Tensor]]:
-    """Those of a sum of squares of logits, and whose they are."""
+    """The gradients of a sum of squares of logits, and the provider that summed them."""
     torch.manual_seed(0)
     shapes = ((rows, FEATURES), (CLASSES, FEATURES), (CLASSES,))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -76,7 +76,7 @@ def gradients(rows: int, chunks: int) -> tuple[LinearLogits, list[Tensor]]:
 def test_gradients_are_those_of_other_layouts(
     rows: int, chunks: int, copies: bool, alignment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logits, "row_alignment", lambda device: alignment)
+    monkeypatch.setattr(chunk_plan, "row_alignment", lambda device: alignment)
     _, expected = gradients(rows, chunks)
     with monkeypatch.context() as patch:
         patch.setattr(matmul, "uses_tf32", lambda matrix: True)

@@ -1,6 +1,6 @@
 """The loop over classes that are spread over processes, with threads in the place of processes.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_the_gap_of_two_offsets_does_not_cancel(name: str) -> None:
     arguments = [a.float() for a in function.arguments()]
     found = function.form.unit(*arguments) * gap(one, arguments, other, arguments)
     exact = [a.double() for a in arguments]
-    offsets = [relative(anchor.double(), anchor.double(), *exact)[1] for anchor in (one, other)]
+    offsets = [relative(peak.double(), peak.double(), *exact)[1] for peak in (one, other)]
     torch.testing.assert_close(found.double(), offsets[0] - offsets[1], rtol=1e-6, atol=1e-6)
 
 
@@ -166,7 +166,7 @@ def test_what_is_sent_does_not_grow_with_the_classes(mixture: bool) -> None:
         in_threads((size,) * 3, OutputFunction("sigsoftmax"), tensors, {}, target, meeting=meeting, chunk_bytes=10**6)
         sent.append(sum(t.numel() for t in meeting.sent[0]))
     rows = N * K if mixture else N
-    assert sent == [4 * rows] * 2, "anchor, offset, normaliser and target of every row"
+    assert sent == [4 * rows] * 2, "row maximum, offset, normaliser and target of every row"
 
 
 def test_no_tokens() -> None:

@@ -7,7 +7,7 @@ import torch
 from tests.backends.problems import problem_of
 from torch import Tensor
 
-from sigsoftmax.backends.chunked import logits as logits_module
+from sigsoftmax.backends.chunked import chunk_plan
 from sigsoftmax.backends.chunked.logits import LinearLogits
 from sigsoftmax.backends.chunked.vocabulary_blocks import VocabularyBlocks, even_blocks
 from sigsoftmax.contract.operands import Operands
@@ -46,7 +46,7 @@ def test_every_class_is_computed_once_and_has_its_gradient(
     alignment: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logits_module, "row_alignment", lambda device: alignment)
+    monkeypatch.setattr(chunk_plan, "row_alignment", lambda device: alignment)
     provider, hidden, weight, bias = provider_of(tokens, features, classes, chunk_tokens, components)
     rows = hidden.flatten(0, 1)
     logits = torch.addmm(bias, rows, weight.t())

@@ -1,9 +1,9 @@
-"""How kernels are tested where there is no GPU.
+"""Tests of kernels on machines without a GPU.
 
 Triton has an interpreter that runs kernels on CPU tensors. It is chosen when kernels are defined, for a whole process,
 by TRITON_INTERPRET=1, while the tests around these want kernels that compile. So there are two kinds of files here:
 
-* ``test_logits_kernels``, ``test_column_sums``, ``test_losses``, ``test_fused_loss``, ``test_smoothed_row``,
+* ``test_logits_kernels``, ``test_per_class_gradients``, ``test_losses``, ``test_fused_loss``, ``test_smoothed_row``,
   ``test_pipelined_row``, ``test_sharded``, ``test_statistics``, ``test_mixture_log_probs``, ``test_extremes``,
   ``test_tokens`` and ``test_intrinsics`` run kernels. On a machine with a GPU they run on it. Elsewhere they skip
   themselves, and ``test_interpreted`` runs each of them in a process of its own that has the variable set;
@@ -56,7 +56,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 @pytest.fixture
 def _fresh_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read before it is written shows."""
+    """Memory that is read before it is written shows."""
 
     def poisoning(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def fresh(*arguments: Any, **options: Any) -> Tensor:

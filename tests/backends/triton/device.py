@@ -1,4 +1,4 @@
-"""Where kernels run in this process: on a GPU, or on the CPU in Triton's interpreter.
+"""The device of kernels in this process: a GPU, or the CPU in Triton's interpreter.
 
 A test module that imports this one is skipped where they cannot run; ``conftest`` says what happens then.
 """

@@ -65,7 +65,7 @@ def compiled(launch: Launch) -> Any:
 
 
 def spilled_bytes(kernel: Any, folder: Path) -> int:
-    """What the assembler says of the kernel's PTX."""
+    """The assembler's report on the kernel's PTX."""
     report = assembler_report(kernel.asm["ptx"], folder)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     assert spills, report
@@ -359,9 +359,9 @@ def test_the_kernels_of_vocabulary_blocks(function: str, launches: list[Launch],
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_of_column_sums(dtype: torch.dtype, launches: list[Launch], tmp_path: Path) -> None:
-    from sigsoftmax.backends.triton import column_sums
+    from sigsoftmax.backends.triton import per_class_gradients
 
-    column_sums.add_by_kernel(
+    per_class_gradients.add_by_kernel(
         torch.empty(1024, device="meta"), torch.empty(R, 1024, dtype=dtype, device="meta"), is_first=False
     )
     assert [launch.kernel.__name__ for launch in launches] == ["column_sums_kernel"] * 2

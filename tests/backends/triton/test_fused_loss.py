@@ -1,6 +1,6 @@
 """Losses by fused paths, against the reference in float64, and calls that no fused path computes.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.chunked import logits as logits_module
+from sigsoftmax.backends.chunked import chunk_plan
 from sigsoftmax.backends.triton import fused_loss
 from sigsoftmax.contract.problem import LossPath
 
@@ -105,8 +105,8 @@ def test_mixtures_with_other_priors(prior: str, options: dict[str, Any], fused_p
 def test_any_number_of_classes(
     has_bias: bool, alignment: int, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where rows are aligned there is room after the last class."""
-    monkeypatch.setattr(logits_module, "row_alignment", lambda device: alignment)
+    """Logits with aligned rows, which have room after the last class."""
+    monkeypatch.setattr(chunk_plan, "row_alignment", lambda device: alignment)
     odd, y = V - 11, torch.randint(V - 11, (N,))
     inputs = [torch.randn(N, D), torch.randn(odd, D), torch.randn(odd)]
     mixed = [torch.randn(N, K, D), torch.randn(N, K), *inputs[1:]]
@@ -160,7 +160,7 @@ def test_masks_and_rows_that_do_not_count(fused_paths: list[LossPath]) -> None:
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_a_single_token(alignment: int, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, or left for the last chunk; one row is contiguous, whatever comes after it."""
-    monkeypatch.setattr(logits_module, "row_alignment", lambda device: alignment)
+    monkeypatch.setattr(chunk_plan, "row_alignment", lambda device: alignment)
     odd = V - 11
     for options in ({}, {"reduction": "sum"}):
         check(

@@ -1,6 +1,6 @@
-"""What only a GPU can show: captured graphs, compiled functions, no waiting for the device, memory used before.
+"""Tests that need a GPU: captured graphs, compiled functions, no waiting for the device, memory used before.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def mixture(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Call:
 
 
 def few_products(has_bias: bool = True, **options: Any) -> Call:
-    """Of a number of classes that kernels for few tokens take."""
+    """A loss with a number of classes that the kernels for few tokens accept."""
     y = target()
     inputs = [leaf(N, D), leaf(ALIGNED_V, D), leaf(ALIGNED_V)]
 
@@ -380,7 +380,7 @@ def test_streams_other_than_the_current_one(make: Callable[[], Call]) -> None:
 @pytest.mark.parametrize("chunk_bytes", [None, 2**22], ids=["few tokens", "chunks"])
 @pytest.mark.parametrize("weight_gradient", ["fast", "exact"])
 def test_a_bias_takes_no_memory(weight_gradient: str, chunk_bytes: int | None) -> None:
-    """Where torch's sum over rows would take more than the logits themselves."""
+    """Sizes at which torch's sum over rows would take more than the logits themselves."""
     tokens, classes = 1400, 10_000
     hidden, weight, bias = leaf(tokens, D), leaf(classes, D), leaf(classes)
     y = torch.randint(classes, (tokens,), device=DEVICE)

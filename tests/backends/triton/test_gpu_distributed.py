@@ -3,7 +3,7 @@
 One process cannot show that ranks agree, which the tests with gloo do; it shows that the kernels' gradients pass
 through DDP's buckets and NCCL's streams as torch's own do.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

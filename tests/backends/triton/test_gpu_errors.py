@@ -1,9 +1,9 @@
-"""How far gradients are off, on a GPU, in every way to sum the weight's: bounds as docs/benchmarks.md states them.
+"""Errors of gradients on a GPU, in every way to sum the weight's: bounds as docs/benchmarks.md states them.
 
 The sums have as many chunks as the full sizes have, at sizes that take a moment; the truth and plain torch's error come
 from the benchmark.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 N, K, D, V = 2048, 4, 256, 20_011
 FUNCTIONS = ("softmax", "sigsoftmax")
 WAYS = {"fast": 1.6, "buffered": 1.2, "exact": 1.05}
-"""what each may be off, relative to plain torch"""
+"""the most that each may be off, relative to plain torch"""
 KINDS = [*(f"deviation {deviation:g}" for deviation in DEVIATIONS), "peaked"]
 
 

@@ -1,6 +1,6 @@
 """Chunks of logits of more than 2^31 elements, on a GPU: indices that would not fit 32 bits.
 
-Shapes: N tokens, V classes, d features.
+Shapes: N tokens, V classes, d width.
 """
 
 from __future__ import annotations

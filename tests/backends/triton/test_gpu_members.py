@@ -2,7 +2,7 @@
 
 The error of each gradient is bounded by that of the reference in plain torch: same dtype, same device, same inputs.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 # The interpreter cuts bfloat16 off where a GPU rounds.
 DTYPES = [torch.float32, torch.float16, *([] if IS_INTERPRETED else [torch.bfloat16])]
 SLACK = 1.5
-"""How much larger than plain torch's an error may be, besides two roundings of the result."""
+"""The most that an error may be relative to plain torch's, besides two roundings of the result."""
 ROUNDINGS = 8.0
-"""How many roundings of float32 an error may have besides."""
+"""The number of roundings of float32 that an error may have besides."""
 EPS = torch.finfo(torch.float32).eps
 LARGEST = 40.0
-"""of the logits' sizes"""
+"""sizes of the logits"""
 D, K = 24, 2
 SHAPES = [(1, 2), (33, 2), (1, 129), (70, 1_003), (5, 50_257)]
 if IS_INTERPRETED:

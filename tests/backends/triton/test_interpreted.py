@@ -16,7 +16,7 @@ from tests.interpreted import run_interpreted
         "test_fused_loss.py",
         "test_smoothed_row.py",
         "test_pipelined_row.py",
-        "test_column_sums.py",
+        "test_per_class_gradients.py",
         "test_sharded.py",
         "test_statistics.py",
         "test_mixture_log_probs.py",

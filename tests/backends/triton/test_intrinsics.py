@@ -18,7 +18,7 @@ from sigsoftmax.backends.triton.kernels import intrinsics  # noqa: E402
 
 SIZE = 4096
 UNIT = 2.0**-23
-"""of the last place of a float32, relative to it at most"""
+"""unit in the last place of a float32, relative to it at most"""
 
 
 @triton.jit

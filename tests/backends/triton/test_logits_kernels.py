@@ -29,9 +29,9 @@ from sigsoftmax.contract.rows import FusedRowRoutines, RowCoefficients, RowRouti
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
 SLACK = 2.0
-"""How much larger than plain torch's an error may be."""
+"""The most that an error may be relative to plain torch's."""
 ROUNDINGS = 8.0
-"""How many roundings, of float32 or of the dtype of the result, an error may have besides."""
+"""The number of roundings, of float32 or of the dtype of the result, that an error may have besides."""
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -48,7 +48,7 @@ some_members = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Options:
-    """What a call of the routines is asked for."""
+    """The options of a call of the routines."""
 
     label: str
     is_fused: bool = True
@@ -101,7 +101,7 @@ class Problem:
 
 @dataclass
 class Results:
-    """What was found, on the CPU in float64."""
+    """The results, on the CPU in float64."""
 
     stats: RowStats
     gradient: Tensor
@@ -141,7 +141,7 @@ def hard_rows(num_classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     table[19:21, :-9] = LEAST
     table[19] -= 43.5
     table[20] -= 87.0
-    # The first tile left of the bend, the peak right of it: not the target, and the target.
+    # The first tile left of the nonlinearity, the peak right of it: not the target, and the target.
     table[21:] -= 6.0
     table[21:, last] = 3.0
     return table.to(dtype), torch.tensor([15, 16])
@@ -282,7 +282,7 @@ QUANTITIES: dict[str, Callable[[RowStats, Problem], Tensor | None]] = {
     ),
     "entropy": lambda stats, _: stats.entropy,
 }
-"""What losses make of the stats; offsets are the backend's own."""
+"""The numbers that losses make of the statistics; offsets are the backend's own."""
 
 
 def assert_right(problem: Problem, found: Results, out_dtype: torch.dtype | None = None) -> None:
@@ -342,9 +342,9 @@ def argument_floors(problem: Problem, truth: Results) -> list[Tensor]:
     """Roundings of what is summed over rows and classes, which may cancel."""
     z = problem.logits.double()
     is_out = ~z.isfinite()
-    anchor = z.masked_fill(is_out, LEAST).amax(-1, keepdim=True).clamp(min=-1e30)
+    peak = z.masked_fill(is_out, LEAST).amax(-1, keepdim=True).clamp(min=-1e30)
     form = problem.member.make(z.shape[-1]).form
-    relative, offset = form.argument_slopes(torch.where(is_out, anchor, z), anchor, *arguments_of(problem))
+    relative, offset = form.argument_slopes(torch.where(is_out, peak, z), peak, *arguments_of(problem))
     sizes = by_phi_sizes(problem, truth).masked_fill(is_out, 0.0)
     floors = []
     for argument, by_relative, by_offset in zip(arguments_of(problem), relative, offset, strict=True):
@@ -360,12 +360,12 @@ def assert_argmax(problem: Problem, found: Results) -> None:
     for row in problem.used.nonzero().flatten().tolist():
         if (z[row] == LEAST).all():
             continue
-        anchor = z[row].amax()
-        relative, _ = form.relative(torch.where(z[row] == LEAST, anchor, z[row]), anchor, *arguments)
+        peak = z[row].amax()
+        relative, _ = form.relative(torch.where(z[row] == LEAST, peak, z[row]), peak, *arguments)
         relative = torch.where(z[row] == LEAST, z[row], relative)
         assert found.stats.argmax is not None
         best = relative[int(found.stats.argmax[row])]
-        assert best >= relative.max() - 1e-5 * (1.0 + anchor.abs()), f"argmax of row {row}"
+        assert best >= relative.max() - 1e-5 * (1.0 + peak.abs()), f"argmax of row {row}"
 
 
 @pytest.fixture(autouse=True)
@@ -454,7 +454,7 @@ def test_gradients_a_block_of_classes_at_a_time(member: Member, options: Options
     pieces = []
     for first, last in ((0, 128), (128, 192), (192, 193), (193, 301)):
         piece = logits[:, first:last].clone()
-        routines.gradient(piece, targets, stats, coefficients, piece, first)
+        routines.gradient(piece, targets._replace(first_class=first), stats, coefficients, piece)
         pieces.append(piece)
     by_arguments = routines.argument_gradients() if problem.options.learns else []
     assert_right(problem, results(routines, stats, torch.cat(pieces, -1), by_arguments))

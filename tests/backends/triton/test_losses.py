@@ -2,7 +2,7 @@
 
 An error is bounded by that of the reference in plain torch, in the same dtype on the same device, times ``SLACK``.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.chunked import logits as logits_module
+from sigsoftmax.backends.chunked import chunk_plan
 from sigsoftmax.backends.triton import fused_loss, priors
 from sigsoftmax.contract import normalizing, signature
 from sigsoftmax.contract.spec import member_of
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 
 N, K, V, D = 7, 2, 37, 5
 SLACK = 2.0
-"""How much larger than plain torch's an error may be, besides a few roundings of the result."""
+"""The most that an error may be relative to plain torch's, besides a few roundings of the result."""
 DTYPES = [torch.float32, torch.float16, *([] if IS_INTERPRETED else [torch.bfloat16])]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -97,7 +97,7 @@ def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture(params=[1, 16], ids=["", "aligned"])
 def _alignments(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any length, as on a CPU, and rows with room to the next multiple, as on a GPU."""
-    monkeypatch.setattr(logits_module, "row_alignment", lambda device: request.param)
+    monkeypatch.setattr(chunk_plan, "row_alignment", lambda device: request.param)
 
 
 def target_with_ignored(count: int = N) -> Tensor:
@@ -261,7 +261,7 @@ def test_a_prior_that_falls() -> None:
 @every_dtype
 @pytest.mark.parametrize("label", ["softmax(alpha=1.5)", "sigsoftmax"])
 def test_negative_weights(label: str, dtype: torch.dtype) -> None:
-    """The formulas of easy rows take the root of the weight."""
+    """The formulas of the fast path take the root of the weight."""
     weights = torch.linspace(1.0, -1.0, N)
     options: dict[str, Any] = {"target": target_with_ignored(), "token_weights": weights, "reduction": "sum"}
     check(cross_entropy, [2.0 * torch.randn(N, V)], dtype, label, **options)

@@ -1,6 +1,6 @@
 """Log-probabilities of mixtures by kernels against the reference in float64, whole rows and rows in parts.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.backends.triton.device import DEVICE
+from tests.recording import record_results
 from tests.tables import Member, by_label
 from torch import Tensor
 
@@ -31,15 +32,7 @@ def _rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of parts of each chunk's rows; empty if the kernels were not used."""
-    parts: list[int] = []
-    original = tuning.row_parts
-
-    def counted(*arguments: Any) -> int:
-        parts.append(original(*arguments))
-        return parts[-1]
-
-    monkeypatch.setattr(chunk_loop, "row_parts", counted)
-    return parts
+    return record_results(monkeypatch, chunk_loop, "row_parts")
 
 
 def tensors(deviation: float = 2.0, *, components: int = K, tokens: int = N) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Software-pipelined rows, against the reference in float64. Tiles are small here, and so rows of many are not long.
 
-Shapes: N tokens, V classes, d features.
+Shapes: N tokens, V classes, d width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LANES = 128
 CLASSES = [4 * LANES, 4 * LANES + 8, 1000, 8 * LANES, 5000]
 """one group of four tiles, one and a little, and several"""
 HEIGHTS = torch.tensor([0.0, 3.0, 5.0, -30.0, 15.0, 30.0, 900.0, -900.0])
-"""of rows: on the fast path, below and above where it holds, and far from zero"""
+"""mean logits of rows: on the fast path, below and above where it holds, and far from zero"""
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan", "fused_paths")
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -53,7 +53,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def some_logits(classes: int, dtype: torch.dtype) -> Tensor:
-    """Of more rows than programs."""
+    """Logits of more rows than programs."""
     logits = HEIGHTS[:, None] + 2.0 * torch.randn(len(HEIGHTS), classes)
     logits = torch.cat([3.0 * torch.randn(3, classes), logits, 3.0 * torch.randn(5, classes)])
     # A first tile off the fast path, in a row on it; far above the first tile; within it; and one that says nothing.

@@ -1,6 +1,6 @@
 """Label smoothing of fused losses, against the reference in float64.
 
-Shapes: N tokens, V classes, d features.
+Shapes: N tokens, V classes, d width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sigsoftmax
 from sigsoftmax import OutputFunction
-from sigsoftmax.backends.chunked import logits as logits_module
+from sigsoftmax.backends.chunked import chunk_plan
 from sigsoftmax.contract.problem import LossPath
 
 SMOOTH: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def test_products_with_smoothing(
     classes: int, alignment: int, dtype: torch.dtype, fused_paths: list[LossPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masked logits that fill up a row are no classes."""
-    monkeypatch.setattr(logits_module, "row_alignment", lambda device: alignment)
+    monkeypatch.setattr(chunk_plan, "row_alignment", lambda device: alignment)
     inputs = [3.0 * torch.randn(N, D), torch.randn(classes, D), torch.randn(classes)]
     check(linear, inputs, dtype, target=target(), label_smoothing=0.2, z_loss=0.01)
     assert len(fused_paths) == 1
@@ -55,7 +55,7 @@ def test_products_with_smoothing(
 @pytest.mark.parametrize("classes", [512, 1000, 5000])
 @pytest.mark.parametrize("member", ["softmax(alpha=0.7)", "sigsoftmax", "shifted_sigsoftmax(b=1.3)"])
 def test_smoothing_of_every_class(member: str, classes: int, dtype: torch.dtype, fused_paths: list[LossPath]) -> None:
-    """Class by class, for rows that go all ways there are: peaks, far below the bend, high above it, far from zero."""
+    """Class by class, for rows on all paths: peaks, far below the nonlinearity, high above it, far from zero."""
     heights = torch.tensor([0.0, 5.0, -30.0, 15.0, 30.0, 900.0, -900.0])[:, None]
     logits = heights + 2.0 * torch.randn(len(heights), classes)
     logits = torch.cat([logits, 3.0 * torch.randn(3, classes)]).to(dtype)

@@ -1,4 +1,4 @@
-"""What the sources of the kernels may contain: formulas that stand once are called elsewhere, and not repeated."""
+"""The sources of the kernels: formulas that stand once are called elsewhere, and not repeated."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_arrays(tmp_path, suffix):
         safetensors = pytest.importorskip("safetensors.numpy")
         safetensors.save_file({"H": H, "W": W, "b": B}, path)
     source = open_arrays(str(path), memory=MEMORY)
-    assert (source.words, source.available, source.dtype) == (20, 30, "float32")
+    assert (source.vocabulary, source.available, source.dtype) == (20, 30, "float32")
     assert "assumed" in source.how_known
     contexts = source.contexts(10, quiet)
     assert len(contexts) == 10
@@ -187,7 +187,7 @@ def test_a_matrix(tmp_path):
     log_p = torch.log_softmax(torch.from_numpy(H @ W.T), -1)
     np.save(tmp_path / "p.npy", log_p.numpy())
     source = open_matrix(str(tmp_path / "p.npy"))
-    assert (source.words, source.available, source.dtype, source.layer) == (20, 30, "float32", None)
+    assert (source.vocabulary, source.available, source.dtype, source.layer) == (20, 30, "float32", None)
     found = source.matrix.log_probs(sample_rows(30, 12, 0), quiet)
     torch.testing.assert_close(found, log_p[sample_rows(30, 12, 0)].double(), rtol=0, atol=1e-5)
 

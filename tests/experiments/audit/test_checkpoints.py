@@ -7,7 +7,8 @@ import torch
 
 from sigsoftmax.experiments.audit.checkpoints import open_checkpoint
 from sigsoftmax.experiments.audit.run import AuditConfig, run
-from sigsoftmax.lm.data.corpus import Corpus, batchify
+from sigsoftmax.lm.data.corpus import Corpus
+from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.recipes import recipe
 from sigsoftmax.lm.saving import checkpoints

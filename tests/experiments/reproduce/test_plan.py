@@ -1,4 +1,4 @@
-"""What a reproduction comes to: hours of what is left, and the seeds that the paper's gaps take."""
+"""The plan of a reproduction: hours of what is left, and the seeds that the paper's gaps take."""
 
 import math
 from pathlib import Path

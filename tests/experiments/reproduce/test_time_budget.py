@@ -1,4 +1,4 @@
-"""What fits into a given time, and what gives way first."""
+"""The work that fits into a given time, and the work that gives way first."""
 
 import dataclasses
 

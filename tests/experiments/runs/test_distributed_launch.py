@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.experiments.small_runs import SINGLE, sigsoftmax, small_resources, small_runs, write_text
 
-from sigsoftmax.experiments.runs.distributed_launch import joined
+from sigsoftmax.experiments.runs.distributed_launch import process_group
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
 from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.run import Resources
@@ -35,7 +35,7 @@ def words(text: Path, out: Path) -> list[object]:
 
 
 def numbers(folder: Path) -> list[float]:
-    """What was recorded of training, and of the evaluations after it."""
+    """The records of training, and of the evaluations after it."""
     epochs = [record.payload_as(EpochRecord) for record in read(folder / "records.jsonl")]
     evaluations = [record.payload_as(EvaluationRecord) for record in read(folder / "evaluations.jsonl")]
     losses = [loss for epoch in epochs for loss in (epoch.train_loss, epoch.valid_loss)]
@@ -80,11 +80,11 @@ def test_a_bad_batch_is_told_without_a_traceback(tmp_path: Path) -> None:
 def test_without_torchrun_there_is_nothing_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     resources = Resources()
-    with joined(resources) as (same, prints):
+    with process_group(resources) as (same, prints):
         assert same is resources
         assert prints
     with pytest.raises(ValueError, match=r"parallel 'fsdp' divides a run.*torchrun --standalone"):
-        joined(Resources(parallel="fsdp")).__enter__()
+        process_group(Resources(parallel="fsdp")).__enter__()
     with pytest.raises(ValueError, match="parallel must be one of ddp, fsdp, vocabulary, got 'tp'"):
         Resources(parallel="tp")  # type: ignore[arg-type]
 
@@ -93,7 +93,7 @@ def test_what_processes_cannot_share(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="one run at a time, got at_once 3"):
-        joined(Resources(at_once=3)).__enter__()
+        process_group(Resources(at_once=3)).__enter__()
     runs = small_runs(tmp_path, "tiny-softmax")
     with pytest.raises(ValueError, match="would all write the same runs"):
         next(train_runs(runs, small_resources(tmp_path), evaluate_best))
@@ -106,7 +106,7 @@ def test_a_world_of_one_is_joined_and_left(monkeypatch: pytest.MonkeyPatch) -> N
     settings = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    with joined(Resources()) as (own, prints):
+    with process_group(Resources()) as (own, prints):
         assert dist.is_initialized()
         assert (own.parallel, own.device, prints) == ("ddp", "cpu", True)
     assert not dist.is_initialized()

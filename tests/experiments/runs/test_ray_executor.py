@@ -1,4 +1,4 @@
-"""What Ray needs before it starts: its folder, its leftovers, room for a trial."""
+"""Needs of Ray before it starts: its folder, its leftovers, room for a trial."""
 
 import socket
 import sys

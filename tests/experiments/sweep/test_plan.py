@@ -1,4 +1,4 @@
-"""What a sweep consists of: alternatives, trials, folders, the baseline; and what is refused."""
+"""Parts of a sweep: alternatives, trials, folders, the baseline; and what is refused."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Tiny encoder-decoder and masked models, and the vectors, weights and biases that make their logits, by hand.
 
-Shapes: B sequences of L tokens, d features, V classes.
+Shapes: B sequences of L tokens, d width, V classes.
 """
 
 from typing import Any
@@ -87,7 +87,7 @@ def kind(name: str, *, dtype: torch.dtype = torch.float64, **changes: Any) -> An
 
 
 def inputs_of(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> dict[str, Tensor]:
-    """What a model is called with: speech, or tokens of which some are padding."""
+    """The inputs of a model: speech, or tokens of which some are padding."""
     if name == "whisper":
         return {"input_features": torch.randn(3, 8, 60, generator=torch.Generator().manual_seed(2)).to(dtype)}
     mask_BL = torch.ones(3, 7, dtype=torch.long)

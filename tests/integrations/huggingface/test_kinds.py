@@ -1,6 +1,6 @@
 """Encoder-decoder and masked models: losses, gradients, logits and generation against formulas in float64.
 
-Shapes: B sequences of L tokens, d features, K components, V classes.
+Shapes: B sequences of L tokens, d width, K components, V classes.
 """
 
 import copy

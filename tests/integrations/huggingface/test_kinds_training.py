@@ -8,9 +8,8 @@ pytest.importorskip("transformers")
 
 import torch
 from tests.integrations.huggingface.kinds import ENCODER_DECODER, PAD, inputs_of, kind, labels_of, loss_of, z_of
-from tests.integrations.huggingface.tiny import phi, tokens
+from tests.integrations.huggingface.tiny import TRAINING, InOrder, phi, tokens
 from tokenizers import Tokenizer, models
-from torch.utils.data import SequentialSampler
 from transformers import (
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
@@ -22,27 +21,7 @@ from transformers import (
 
 from sigsoftmax.integrations.huggingface import apply_output_function, from_pretrained
 
-SETTINGS = {
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 12,
-    "gradient_accumulation_steps": 3,
-    "max_steps": 2,
-    "learning_rate": 0.02,
-    "lr_scheduler_type": "constant",
-    "optim": "sgd",
-    "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-}
-
-
-class InOrder:
-    def _get_train_sampler(self, *_):
-        return SequentialSampler(self.train_dataset)
+SETTINGS = TRAINING | {"per_device_eval_batch_size": 12, "max_steps": 2, "learning_rate": 0.02}
 
 
 class OrderedTrainer(InOrder, Trainer):

@@ -8,9 +8,8 @@ pytest.importorskip("transformers")
 
 import torch
 from tests.allocations import allocations_of
-from tests.integrations.huggingface.tiny import NAMES, V, phi, plain_loss, tiny, tokens
+from tests.integrations.huggingface.tiny import NAMES, TRAINING, InOrder, V, phi, plain_loss, tiny, tokens
 from torch.nn import functional as F
-from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainingArguments
 
 from sigsoftmax import OutputFunction
@@ -85,28 +84,12 @@ def test_a_composed_function_takes_a_tensor_of_its_user():
     assert shift.grad.abs().sum() > 0
 
 
-class Ordered(Trainer):
-    def _get_train_sampler(self, *_):
-        return SequentialSampler(self.train_dataset)
+class Ordered(InOrder, Trainer):
+    pass
 
 
 def training_arguments(folder, **changes):
-    settings = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 3,
-        "num_train_epochs": 2,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(str(folder), **settings | changes)
+    return TrainingArguments(str(folder), **TRAINING | {"num_train_epochs": 2, "learning_rate": 0.05} | changes)
 
 
 def examples(count=12):

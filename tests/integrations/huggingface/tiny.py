@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import SequentialSampler
 from transformers import (
     CohereConfig,
     Gemma2Config,
@@ -20,6 +21,20 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 V = 23
+TRAINING: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+"""Plain gradient descent over accumulated micro-batches, which a loop by hand can follow."""
 SIZES: dict[str, Any] = {
     "vocab_size": V,
     "hidden_size": 16,
@@ -34,6 +49,15 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+
+
+class InOrder:
+    """A trainer that takes its examples in their order."""
+
+    train_dataset: Any
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:

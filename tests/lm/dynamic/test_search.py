@@ -40,7 +40,7 @@ def statistics(model):
 
 @pytest.fixture(scope="module")
 def whole(model, statistics):
-    """Of an uninterrupted search, and what was kept on the way."""
+    """The result of an uninterrupted search, and what was kept on the way."""
     kept = []
     return search(model, statistics, CONFIG, VALID, TEST, keep=kept.append), kept
 

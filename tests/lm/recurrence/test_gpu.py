@@ -1,4 +1,4 @@
-"""What only a Hopper GPU shows: numbers, repetition, weight drop, odd values, failures, graphs, streams."""
+"""Tests that need a Hopper GPU: numbers, repetition, weight drop, odd values, failures, graphs, streams."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where the persistent recurrence is not used: why, in words, and that layers then run on torch's own LSTM."""
+"""Cases without the persistent recurrence: why, in words, and that layers then run on torch's own LSTM."""
 
 import copy
 from dataclasses import replace

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from sigsoftmax.lm.config import ModelConfig
-from sigsoftmax.lm.data.corpus import batchify
+from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.evaluation import Evaluator, evaluate
 

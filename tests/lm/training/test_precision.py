@@ -1,4 +1,4 @@
-"""Which arithmetic evaluations take, and what is refused."""
+"""The arithmetic that evaluations take, and what is refused."""
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ import torch
 from tests.lm.recurrence.layers import H200
 from tests.lm.runs import assert_same_end, epochs_of, small_corpus, small_recipe, small_trainer
 
-from sigsoftmax.lm.data.corpus import batchify
+from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.recurrence import plan_layer
 from sigsoftmax.lm.saving import checkpoints
 from sigsoftmax.lm.saving.saved_models import load_model

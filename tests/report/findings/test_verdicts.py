@@ -60,7 +60,7 @@ def test_softmax_is_kept_where_nothing_is_resolved_to_be_better():
 
 
 def test_the_chance_of_many_comparisons_is_counted():
-    """What one comparison would call resolved is not when it is the best of six."""
+    """A gap that one comparison would call resolved is not when it is the best of six."""
     pair = {"softmax": (0.400, 0.450, 0.350), "sigsoftmax": (0.380, 0.434, 0.324)}
     assert verdict(ranking(pair))[0].startswith("Use sigsoftmax rather than softmax, as far as")
     others = {f"gss(k={k})": (0.5, 0.6, 0.4) for k in range(5)}

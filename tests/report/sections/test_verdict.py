@@ -1,4 +1,4 @@
-"""What the page opens with: rankings of all runs on record, each text and budget for itself."""
+"""The opening of the page: rankings of all runs on record, each text and budget for itself."""
 
 import dataclasses
 import math

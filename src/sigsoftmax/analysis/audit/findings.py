@@ -27,7 +27,7 @@ from sigsoftmax.analysis.progress import Progress, Say, nothing_said
 from sigsoftmax.analysis.spectrum.bounds import rank_bounds
 from sigsoftmax.analysis.spectrum.matrix_readers import from_array
 from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
-from sigsoftmax.records.schemas.audits import ArgmaxCounts, Bend, GradientShare, Truncation
+from sigsoftmax.records.schemas.audits import ArgmaxCounts, GradientShare, Truncation, UseOfNonlinearity
 from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
 
 __all__ = [
@@ -87,7 +87,7 @@ class Findings:
     bounds: RankBounds | None = None
     spectrum: Spectrum | None = None
     truncation: Truncation | None = None
-    bend: Bend | None = None
+    bend: UseOfNonlinearity | None = None
     gradient: GradientShare | None = None
     argmax: ArgmaxCounts | None = None
     notes: list[str] = field(default_factory=list)

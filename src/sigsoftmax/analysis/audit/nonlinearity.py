@@ -1,7 +1,7 @@
 """The use that a layer makes of the nonlinearity of its phi: it may have become a softmax.
 
-Far from its bend phi is a line, and where all logits of a context lie on one line the output is a softmax of scaled
-logits. Two measures say how far a layer is from that: the share of logits (and of probability) that lie in the bend,
+Away from its nonlinearity phi is a line, and where all logits of a context lie on one line the output is a softmax of
+scaled logits. Two measures say how far a layer is from that: the share of logits (and of probability) on no line,
 and KL(f(z) || softmax(a z)) for the best single slope a, which is the nearest affine phi.
 
 Shapes: N contexts, K components, R = N * K rows, V vocabulary, L lines.
@@ -19,7 +19,7 @@ from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.analysis.probing import settled_slope
 from sigsoftmax.analysis.progress import Say, nothing_said
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.records.schemas.audits import Bend, ShareOnLine
+from sigsoftmax.records.schemas.audits import ShareOnLine, UseOfNonlinearity
 
 __all__ = ["lines_of", "nearest_slope", "use_of_nonlinearity"]
 
@@ -55,10 +55,10 @@ def lines_of(function: OutputFunction, vocabulary: int) -> list[Line]:
 
 def use_of_nonlinearity(
     layer: HeadWeights, contexts: Contexts, *, memory: int = 1 << 30, progress: Say = nothing_said
-) -> Bend:
-    """Shares of logits and of probability on each line of phi and in the bend, and the nearest softmax."""
+) -> UseOfNonlinearity:
+    """Shares of logits and of probability on each line of phi and on none, and the nearest softmax."""
     lines = [] if layer.is_softmax else lines_of(layer.function, layer.vocabulary)
-    # Columns: logits, and probability; the last row is the bend.
+    # Columns: logits, and probability; the last row is that of no line.
     shares_L2 = torch.zeros(len(lines) + 1, 2, dtype=torch.float64)
     lowest, highest = math.inf, -math.inf
     for stop, chosen in layer.blocks(contexts, memory):
@@ -72,20 +72,20 @@ def use_of_nonlinearity(
             on_line = line_NKV == number
             shares_L2[number] += torch.stack([on_line.sum().double(), f_NKV[on_line].sum()]).cpu()
     shares_L2 /= len(contexts) * torch.tensor([layer.components * layer.vocabulary, 1.0], dtype=torch.float64)
-    *on_lines, in_bend = shares_L2.tolist()
+    *on_lines, on_none = shares_L2.tolist()
     own_slope = layer.function.properties.affine_slope if layer.is_softmax else None
     if own_slope is None:
         slope, kl = nearest_slope(layer, contexts, memory=memory, progress=progress)
     else:
         slope, kl = own_slope, 0.0
-    return Bend(
+    return UseOfNonlinearity(
         contexts=len(contexts),
         lines=tuple(
             ShareOnLine(name=line.name, slope=float(line.slope.mean()), logits=logits, probability=probability)
             for line, (logits, probability) in zip(lines, on_lines, strict=True)
         ),
-        logits_in_bend=0.0 if layer.is_softmax else in_bend[0],
-        probability_in_bend=0.0 if layer.is_softmax else in_bend[1],
+        logits_in_bend=0.0 if layer.is_softmax else on_none[0],
+        probability_in_bend=0.0 if layer.is_softmax else on_none[1],
         lowest_logit=lowest,
         highest_logit=highest,
         nearest_slope=slope,
@@ -94,7 +94,7 @@ def use_of_nonlinearity(
 
 
 def _line_of(slope_NKV: Tensor, lines: list[Line]) -> Tensor:
-    """The number of the line that each logit lies on; the number of lines for the bend."""
+    """The number of the line that each logit lies on; the number of lines if it lies on none."""
     slopes = [line.slope.to(slope_NKV) for line in lines]
     # With one line alone there is no distance to measure by: only the line itself counts.
     width = TOLERANCE * (torch.stack(slopes).amax(0) - torch.stack(slopes).amin(0)) if slopes else 0.0

@@ -23,7 +23,7 @@ from sigsoftmax.family.parameters import ParameterKind
 __all__ = ["Solution", "contains", "disturbed", "embedded", "random_start", "spectral_start", "strictly_contains"]
 
 FAR = 40.0
-"""Distance from the bend of phi at which it is a line within float64: exp(-40) is 4e-18."""
+"""Distance from the nonlinearity of phi at which it is a line within float64: exp(-40) is 4e-18."""
 LEAST_SLOPE = 1e-3
 """The least slope of a line that is to carry the logits of a softmax, which are divided by it."""
 NEW_LOGITS = 0.3
@@ -40,30 +40,30 @@ class Solution:
 
 
 class LinearEnd(NamedTuple):
-    """phi is the line ``slope * z + constant`` for all z at least ``FAR`` from ``bend``, on the side of ``sign``."""
+    """phi is a line of this slope for all z at least ``FAR`` from ``nonlinear_at``, on the side of ``sign``."""
 
     sign: float
     slope: float
-    bend: float
+    nonlinear_at: float
 
 
 def linear_end(function: OutputFunction) -> LinearEnd | None:
     """The side on which phi becomes a rising line, if any: there the member is softmax of scaled logits.
 
-    sigsoftmax and gss do so at +inf, sigmoid at -inf. A user's own phi is probed, and taken to bend at 0.
+    sigsoftmax and gss do so at +inf, sigmoid at -inf. A user's own phi is probed, and taken to be nonlinear at 0.
     """
     known = function.properties
     slopes: dict[str, float | None]
     if known.linear_pieces is None:
-        slopes, bend = {"right": line_beyond(function, FAR), "left": line_beyond(function, -FAR)}, 0.0
+        slopes, centre = {"right": line_beyond(function, FAR), "left": line_beyond(function, -FAR)}, 0.0
     else:
         slopes = {piece.where: piece.slope for piece in known.linear_pieces}
         assert known.nonlinear_at is not None, "numbers per class are asked here while they are equal"
-        bend = known.nonlinear_at
+        centre = known.nonlinear_at
     for where, sign in (("right", 1.0), ("left", -1.0)):
         slope = slopes.get(where)
         if slope is not None and slope > LEAST_SLOPE:
-            return LinearEnd(sign, slope, bend)
+            return LinearEnd(sign, slope, centre)
     return None
 
 
@@ -144,10 +144,11 @@ def spectral_start(problem: Problem) -> Tensor:
 def disturbed(source: Solution, problem: Problem, generator: Generator) -> Tensor:
     """A start near :func:`embedded` that can leave it.
 
-    The logits of a softmax are put astride the bend of phi, since far out the fit does not feel it. Copied components
-    are moved apart, new columns are small instead of zero, numbers per class differ: all these are saddle points.
+    The logits of a softmax are put around the nonlinearity of phi, since far out the fit does not feel it. Copied
+    components are moved apart, new columns are small instead of zero, numbers per class differ: all these are saddle
+    points.
     """
-    x = embedded(source, problem, astride_bend=True)
+    x = embedded(source, problem, around_nonlinearity=True)
     parts, old = problem.views(x), source.problem
 
     def noise(like: Tensor, scale: float) -> Tensor:
@@ -171,10 +172,10 @@ def disturbed(source: Solution, problem: Problem, generator: Generator) -> Tenso
     return x
 
 
-def embedded(source: Solution, problem: Problem, *, astride_bend: bool = False) -> Tensor:
+def embedded(source: Solution, problem: Problem, *, around_nonlinearity: bool = False) -> Tensor:
     """The point of ``problem`` that makes what ``source`` makes; ``contains`` must hold and the width suffice.
 
-    ``astride_bend`` leaves the logits of a softmax where phi is not a line, so that the output is only similar.
+    ``around_nonlinearity`` leaves the logits of a softmax where phi is not a line, so that the output is only similar.
     """
     old, given = source.problem, source.problem.views(source.x)
     x = torch.zeros(problem.size, dtype=torch.float64)
@@ -190,8 +191,8 @@ def embedded(source: Solution, problem: Problem, *, astride_bend: bool = False) 
         assert end is not None and old.linear_slope is not None, f"{problem.head} does not contain {old.head}"
         # Less their mean over tokens: the same distributions under a linear phi, and logits around zero.
         output_Ve = (output_Ve - output_Ve.mean(0)) * (old.linear_slope / end.slope)
-        shift = end.bend
-        if not astride_bend:
+        shift = end.nonlinear_at
+        if not around_nonlinearity:
             largest = (given.h_Rd @ output_Ve[:, :-1].T + output_Ve[:, -1]).abs().max()
             shift += end.sign * (FAR + float(largest))
         output_Ve[:, -1] += shift

@@ -21,10 +21,10 @@ from sigsoftmax.analysis.spectrum.factorizations import (
     GramMatrix,
     SingularValues,
     TriangularFactor,
-    entry_noise,
     exact_values,
     gram_values,
 )
+from sigsoftmax.analysis.spectrum.noise_floor import entry_noise
 from sigsoftmax.analysis.spectrum.saved_state import StreamState, deferred_interrupt
 from sigsoftmax.records.schemas.spectra import Spectrum
 

@@ -12,7 +12,6 @@ Shapes: N contexts, V vocabulary, B contexts of a block, R = min(N, V) singular 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,23 +20,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sigsoftmax.analysis.spectrum.noise_floor import gram_error, svd_error
+
 __all__ = [
     "GramMatrix",
     "SingularValues",
     "TriangularFactor",
     "add_product",
     "damped_inverse",
-    "entry_noise",
     "exact_values",
     "gram_values",
-    "svd_error",
 ]
 
 PANELS = 8
 """The triangle of a symmetric update is covered by so many panels: 9/16 of the work of the full product."""
 MOST_STACKED = 2**31 - 1
 """entries of a matrix that every LAPACK and cuSOLVER can index"""
-EPS64 = 2.0**-52
+DAMPING = 1e-3
+"""of the mean diagonal entry of a matrix that is inverted"""
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -138,17 +138,6 @@ def exact_values(matrix: Tensor, contexts: int | None = None) -> SingularValues:
     return SingularValues(values_R, "svd", value_error=error)
 
 
-def svd_error(largest: float, contexts: int, vocabulary: int) -> float:
-    """An estimate of the error of a singular value, compared with matrices of known rank (docs/analysis.md)."""
-    return 0.2 * math.sqrt(contexts + vocabulary + 1) * EPS64 * largest
-
-
-def entry_noise(values_R: Tensor, contexts: int, vocabulary: int, precision: torch.dtype) -> float:
-    """The norm of a matrix of errors, if every entry is off by eps of its precision, with independent signs."""
-    root_mean_square = float(values_R.norm()) / math.sqrt(vocabulary * contexts)
-    return torch.finfo(precision).eps * root_mean_square * (math.sqrt(vocabulary) + math.sqrt(contexts))
-
-
 def add_product(gram_NN: Tensor, factor_NK: Tensor) -> None:
     """gram += factor factor^T, in place, in the upper triangle and a little below it."""
     step = -(-len(gram_NN) // PANELS)
@@ -156,9 +145,9 @@ def add_product(gram_NN: Tensor, factor_NK: Tensor) -> None:
         gram_NN[first : first + step, first:].addmm_(factor_NK[first : first + step], factor_NK[first:].T)
 
 
-def damped_inverse(gram: Tensor, damping: float = 1e-3) -> Tensor:
+def damped_inverse(gram: Tensor) -> Tensor:
     """Inverse of a positive matrix, damped: directions that nothing uses yet must not take endless steps."""
-    size = damping * float(gram.diagonal().mean()) + 1e-300
+    size = DAMPING * float(gram.diagonal().mean()) + 1e-300
     return torch.cholesky_inverse(torch.linalg.cholesky(gram + size * torch.eye(len(gram), dtype=gram.dtype)))
 
 
@@ -171,21 +160,7 @@ def _values_of_gram(gram: Tensor, contexts: int, vocabulary: int) -> SingularVal
     # Rounding makes some of the eigenvalues negative, and there may be more of them than R.
     squared = torch.linalg.eigvalsh(gram, UPLO="U").flip(0)
     values_R = squared[: min(contexts, vocabulary)].clamp(min=0.0).sqrt()
-    return SingularValues(values_R, "gram", squared_error=_gram_error(squared, contexts, vocabulary))
-
-
-def _gram_error(squared: Tensor, contexts: int, vocabulary: int) -> float:
-    """An estimate of the distance between an eigenvalue of the Gram matrix and the squared singular value.
-
-    Two estimates that were compared with an SVD (docs/analysis.md), for the eigenvalues and for the sum of rounded
-    products; and what the matrix itself shows, since no square is negative.
-    """
-    unit, largest, trace = 0.5 * EPS64, float(squared[0]), float(squared.sum())
-    of_eigenvalues = (4.0 + 0.5 * math.sqrt(len(squared))) * unit * largest
-    # Sums run over slices of some hundred terms, and then over slices; roundings of independent sign add as the root.
-    terms = 256.0 + max(contexts, vocabulary) / 256.0
-    of_sums = 2.0 * math.sqrt(terms / len(squared)) * unit * trace
-    return max(of_eigenvalues + of_sums, 4.0 * max(-float(squared[-1]), 0.0))
+    return SingularValues(values_R, "gram", squared_error=gram_error(squared, contexts, vocabulary))
 
 
 def _triangle(matrix: Tensor) -> Tensor:

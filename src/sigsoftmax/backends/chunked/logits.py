@@ -3,7 +3,7 @@
 A chunk of logits is the logits of as many tokens as ``chunk_bytes`` holds. All chunks of a product use the same memory,
 which their gradient overwrites.
 
-Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tokens of a chunk.
+Shapes: N tokens, K components, V classes, d width; R = n K rows of the n tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -16,75 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sigsoftmax.backends.chunked import matmul
+from sigsoftmax.backends.chunked import chunk_plan, matmul
+from sigsoftmax.backends.chunked.chunk_plan import AnyProblem
 from sigsoftmax.backends.chunked.matmul import rounded_up
 from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import Problem
 from sigsoftmax.contract.rows import MASK, compute_dtype
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
-
-AnyProblem = Problem[LossSpec] | Problem[LogProbsSpec] | Problem[StatisticsSpec]
 
 FEWEST_CHUNKS_OF_A_COPY = 3
 FEWEST_ROWS_PER_FEATURE = 6
 """rows of a chunk per feature that make a copy of the weight small beside it"""
-
-
-def row_alignment(device: torch.device) -> int:
-    """The alignment, in elements, of the rows of a chunk.
-
-    On a GPU products are several times slower where rows are not aligned, or where their length is odd.
-    """
-    return 16 if device.type == "cuda" else 1
-
-
-def row_width(problem: AnyProblem, classes: int | None = None) -> int:
-    """The elements of a row of a chunk, with those that align the next row."""
-    return rounded_up(problem.num_classes if classes is None else classes, row_alignment(problem.device))
-
-
-def automatic_weight_gradient(device: torch.device, classes: int, rows: int, features: int, chunk_bytes: int) -> str:
-    """The way to sum the gradient of a weight of low precision for ``weight_gradient="auto"``.
-
-    A float32 buffer is faster than blocks of the vocabulary, whose float32 buffer is for the gradient of the rows. A
-    CPU has no kernels for these.
-    """
-    buffer_bytes, blocks_bytes = 4 * classes * features, 4 * rows * features
-    is_small = buffer_bytes <= max(blocks_bytes, chunk_bytes // 2)
-    return "buffered" if device.type == "cpu" or is_small else "exact"
-
-
-class ChunkPlan(NamedTuple):
-    """The chunks of a call, and the way to sum the gradient of its weight, known without its tensors."""
-
-    chunks: int
-    tokens: int
-    """per chunk"""
-    row_elements: int
-    """per row of logits, with those that align the next row"""
-    weight_gradient: str
-    """``in place``, or as the option says"""
-
-
-def plan_chunks(problem: AnyProblem) -> ChunkPlan:
-    """Chunks of equal size, since a last one of a few rows would be a slow product."""
-    weight, shard = problem.signature.operands.weight, problem.signature.operands.shard
-    # All ranks of a group must decide alike.
-    classes = problem.num_classes if shard is None else max(1, *shard[0])
-    row_elements = row_width(problem, classes)
-    token_bytes = row_elements * problem.product_dtype.itemsize * problem.components
-    chunks = max(1, -(-problem.num_tokens // max(1, problem.chunk_bytes // token_bytes)))
-    mode: str = getattr(problem.spec, "weight_gradient", "buffered")
-    if mode != "fast" and not isinstance(problem.spec, LossSpec):
-        # Only the gradient of a loss is written a block of the vocabulary at a time.
-        mode = "buffered"
-    if chunks == 1 or weight.dtype == torch.promote_types(weight.dtype, problem.compute_dtype):
-        mode = "in place"
-    elif mode == "auto":
-        rows = problem.num_tokens * problem.components
-        mode = automatic_weight_gradient(problem.device, classes, rows, weight.shape[1], problem.chunk_bytes)
-    return ChunkPlan(chunks, max(1, -(-problem.num_tokens // chunks)), row_elements, mode)
 
 
 class Block(NamedTuple):
@@ -185,7 +126,7 @@ class LinearLogits(LogitsProvider):
         self.weight_Vd = weight_Vd.to(dtype)
         self.bias_V = None if bias_V is None else bias_V.to(dtype)
         self.sum_dtype = compute_dtype(dtype)
-        self.alignment = row_alignment(self.weight_Vd.device)
+        self.alignment = chunk_plan.row_alignment(self.weight_Vd.device)
         self.gradient_dtype = dtype
         if wants_gradient:
             member = problem.spec.member
@@ -195,7 +136,7 @@ class LinearLogits(LogitsProvider):
         self.needs_hidden, self.needs_weight, self.needs_bias = (
             wants_gradient and needs for needs in (wanted.input, wanted.weight, wanted.bias)
         )
-        num_chunks, self.chunk_tokens, _, weight_gradient = plan_chunks(problem)
+        num_chunks, self.chunk_tokens, _, weight_gradient = chunk_plan.plan_chunks(problem)
         self.sums_in_place = weight_gradient in ("in place", "fast")
         self.tiles_vocabulary = weight_gradient == "exact" and self.needs_weight and not self.is_wide
         rows = min(self.chunk_tokens, self.num_tokens) * self.components

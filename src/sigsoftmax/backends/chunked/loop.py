@@ -6,7 +6,7 @@ layer is a mixture of one component: K = 1 and no prior. Where the classes are s
 over its own classes, and the processes exchange the statistics of a chunk before its gradient is written
 (``sharded_statistics``).
 
-Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tokens of a block or chunk.
+Shapes: N tokens, K components, V classes, d width; R = n K rows of the n tokens of a block or chunk.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class LossLoop:
         stats = self.rows.for_gradient(concatenated([part.stats for part in own]))
         targets = self._targets(everything)
         for first_class, logits_RV, out_RV in VocabularyBlocks(provider).backward():
-            routines.gradient(logits_RV, targets, stats, coefficients, out_RV, first_class)
+            block = targets._replace(first_class=first_class)
+            routines.gradient(logits_RV, block, stats, coefficients, out_RV)
 
     def _targets(self, span: slice) -> RowTargets:
         index_R = per_row(self.tokens.index_N, span, self.provider.components)

@@ -1,6 +1,6 @@
 """The path that serves every loss: a loop over chunks of logits, with the row routines of a backend.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Products of matrices, added to what is there already.
 
-Shapes: V classes, d features, R rows.
+Shapes: V classes, d width, R rows.
 """
 
 from __future__ import annotations

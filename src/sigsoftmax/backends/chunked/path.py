@@ -1,6 +1,6 @@
 """The common part of the paths of losses and of log-probabilities: logits, a prior, and gradients of the operands.
 
-Shapes: N tokens, K components, V classes, d features.
+Shapes: N tokens, K components, V classes, d width.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.chunked import hugepages
+from sigsoftmax.backends import hugepages
+from sigsoftmax.backends.chunked.chunk_plan import AnyProblem, plan_chunks
 from sigsoftmax.backends.chunked.form_rows import FormRows
-from sigsoftmax.backends.chunked.logits import AnyProblem, GivenLogits, LinearLogits, LogitsProvider, plan_chunks
+from sigsoftmax.backends.chunked.logits import GivenLogits, LinearLogits, LogitsProvider
 from sigsoftmax.contract.operands import Operands
 from sigsoftmax.contract.problem import MIB, Problem
 from sigsoftmax.contract.rows import Logarithms

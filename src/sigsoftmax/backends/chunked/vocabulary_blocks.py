@@ -10,7 +10,7 @@ the memory of a chunk. In the backward pass the last comes first, since the memo
 gradients of the others. Class i of the gradient begins at i d, and the logits of class i are kept at i max(d, R): the
 gradient of a block overwrites logits of that block and of earlier ones only.
 
-Shapes: V classes, d features, R rows of all tokens.
+Shapes: V classes, d width, R rows of all tokens.
 """
 
 from __future__ import annotations

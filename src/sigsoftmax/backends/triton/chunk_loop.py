@@ -17,7 +17,7 @@ from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
 from sigsoftmax.backends.chunked.logits import LinearLogits
 from sigsoftmax.backends.chunked.loss import ChunkedLoss
 from sigsoftmax.backends.chunked.path import ChunkedPath, Prior, Spec
-from sigsoftmax.backends.triton import column_sums, priors
+from sigsoftmax.backends.triton import per_class_gradients, priors
 from sigsoftmax.backends.triton.kernels import formulas
 from sigsoftmax.backends.triton.kernels.token_losses import mixture_log_probs_kernel
 from sigsoftmax.backends.triton.launch import launch
@@ -33,7 +33,7 @@ from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
 class TritonLinearLogits(LinearLogits):
     """Products whose gradients by the bias are summed by a kernel."""
 
-    add_column_sums = staticmethod(column_sums.add_column_sums)
+    add_column_sums = staticmethod(per_class_gradients.add_column_sums)
 
 
 class TritonPath(ChunkedPath[Spec]):

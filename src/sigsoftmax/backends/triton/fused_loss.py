@@ -4,7 +4,7 @@ Softmax and sigsoftmax, class indices, a mean or a sum, all logits at once: one 
 their gradient, or two if rows are long. For few tokens preparing launches would take the host longer than the kernels
 take the GPU. Given logits may be of many.
 
-Shapes: N tokens, V classes, d features.
+Shapes: N tokens, V classes, d width.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends.chunked import matmul
-from sigsoftmax.backends.chunked.logits import row_width
+from sigsoftmax.backends.chunked.chunk_plan import row_width
 from sigsoftmax.backends.triton.chunk_loop import TritonLinearLogits
-from sigsoftmax.backends.triton.column_sums import add_column_sums
 from sigsoftmax.backends.triton.kernels import fused_loss
 from sigsoftmax.backends.triton.launch import Launch
+from sigsoftmax.backends.triton.per_class_gradients import add_column_sums
 from sigsoftmax.backends.triton.scaling import Scaling
 from sigsoftmax.backends.triton.tuning import (
     ALIGNMENT,

@@ -1,6 +1,6 @@
 """The loss of a mixture over few tokens, with all launches prepared (``fused_loss``); the prior is computed with it.
 
-Shapes: N tokens, K components, V classes, d features; R = n K rows of the n tokens of a chunk.
+Shapes: N tokens, K components, V classes, d width; R = n K rows of the n tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sigsoftmax.backends.chunked.logits import plan_chunks, row_width
+from sigsoftmax.backends.chunked.chunk_plan import plan_chunks, row_width
 from sigsoftmax.backends.chunked.path import chunks_text
 from sigsoftmax.backends.triton import fused_loss, fused_tokens, priors
 from sigsoftmax.backends.triton.chunk_loop import TritonLinearLogits

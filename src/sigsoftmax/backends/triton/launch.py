@@ -21,6 +21,8 @@ from sigsoftmax import torch_internals
 
 SEEN = ("3.6",)
 """versions of Triton whose compiled kernels were run by their addresses on a GPU"""
+LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""dtypes of logits that the kernels take"""
 ALIGNMENT = 16
 """bytes; Triton compiles a kernel anew where a pointer is not a multiple"""
 _compiled: dict[tuple[Any, ...], Any] = {}

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.backends.triton.kernels import form_logits, formulas, softmax_logits
-from sigsoftmax.backends.triton.launch import Launch, launch
+from sigsoftmax.backends.triton.launch import LOGITS_DTYPES, Launch, launch
+from sigsoftmax.backends.triton.per_class_gradients import per_class_kernel
 from sigsoftmax.backends.triton.tuning import (
     ALIGNMENT,
     PER_CLASS_SHAPE,
@@ -30,14 +31,12 @@ from sigsoftmax.contract.tokens import with_z_slopes
 from sigsoftmax.family.formulas import Form
 from sigsoftmax.family.parameters import ParameterKind, kind_of
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def why_refused(form: Form, dtype: torch.dtype) -> str | None:
     """The reason why the kernels do not take logits; None if they do."""
     if form.name not in formulas.CODES:
         return f"{form.name!r} is registered by the user and has no kernel"
-    if dtype not in DTYPES:
+    if dtype not in LOGITS_DTYPES:
         return f"logits of {dtype} (the kernels take float32, bfloat16 and float16)"
     return None
 
@@ -65,7 +64,6 @@ class _Call(NamedTuple):
     z_slope_R: Tensor | None = None
     reduces: bool = True
     """True if statistics are computed"""
-    first_class: int = 0
 
     @property
     def gradient_RV(self) -> Tensor:
@@ -114,28 +112,20 @@ class LogitsKernels:
         if needs_arguments:
             self._sums = [torch.zeros(a.shape, dtype=torch.float32, device=self.device) for a in self.arguments]
 
-    def stats(
-        self, logits_RV: Tensor, targets: RowTargets, memory_6R: Tensor | None = None, first_class: int = 0
-    ) -> RowStats:
+    def stats(self, logits_RV: Tensor, targets: RowTargets, memory_6R: Tensor | None = None) -> RowStats:
         """``memory_6R`` takes the statistics, in the order of ``RowStats``.
 
         The logits may be a block of the vocabulary; where the target is elsewhere, what is said of it means nothing.
         """
-        return self._reduce(logits_RV, targets, memory_6R, first_class=first_class)
+        return self._reduce(logits_RV, targets, memory_6R)
 
     def gradient(
-        self,
-        logits_RV: Tensor,
-        targets: RowTargets,
-        stats: RowStats,
-        coefficients: RowCoefficients,
-        out_RV: Tensor,
-        first_class: int = 0,
+        self, logits_RV: Tensor, targets: RowTargets, stats: RowStats, coefficients: RowCoefficients, out_RV: Tensor
     ) -> None:
         if targets.dense is not None:
-            targets = targets._replace(dense=targets.dense[..., first_class : first_class + logits_RV.shape[1]])
-        call = _Call(logits_RV, targets, stats, coefficients, out_RV, reduces=False, first_class=first_class)
-        self._launch(call)
+            end = targets.first_class + logits_RV.shape[1]
+            targets = targets._replace(dense=targets.dense[..., targets.first_class : end])
+        self._launch(_Call(logits_RV, targets, stats, coefficients, out_RV, reduces=False))
 
     def stats_and_gradient(
         self,
@@ -197,7 +187,7 @@ class LogitsKernels:
             has_z_slope=call.z_slope_R is not None,
             reduces=call.reduces,
             has_gradient=call.coefficients is not None,
-            first_class=call.first_class,
+            first_class=targets.first_class,
         )
         given = (targets.index_R, by_normalizer, by_target, call.z_slope_R, *stats[:4])
         launch(call.logits_RV, call.gradient_RV, *_present(stats[0], *given))
@@ -273,7 +263,7 @@ class LogitsKernels:
                 call.gradient_RV,
                 *_present(stats[0], *given, *stats[:5], stats.entropy),
                 by_arguments,
-                *self.argument_pointers(stats[0], call.first_class),
+                *self.argument_pointers(stats[0], targets.first_class),
             ),
             (
                 logits_RV.stride(0),
@@ -283,7 +273,7 @@ class LogitsKernels:
                 rows,
                 classes,
                 self.rows_per_target,
-                call.first_class,
+                targets.first_class,
             ),
             {
                 "FORM": formulas.CODES[self.form.name],
@@ -319,15 +309,15 @@ class LogitsKernels:
         assert call.coefficients is not None
         block_rows, block, warps = PER_CLASS_SHAPE
         launch(
-            form_logits.per_class_kernel,
+            per_class_kernel,
             -(-classes // block),
             (
                 call.logits_RV,
                 *_present(stats[0], targets.index_R, targets.dense, *call.coefficients[:3]),
                 stats[0],
                 stats.normalizer,
-                self._sums[2][call.first_class :],
-                *self.argument_pointers(stats[0], call.first_class),
+                self._sums[2][targets.first_class :],
+                *self.argument_pointers(stats[0], targets.first_class),
             ),
             (
                 call.logits_RV.stride(0),
@@ -336,7 +326,7 @@ class LogitsKernels:
                 rows,
                 classes,
                 self.rows_per_target,
-                call.first_class,
+                targets.first_class,
             ),
             {
                 "ALPHA_IS_POINTER": self.flags["ALPHA_IS_POINTER"],
@@ -364,7 +354,7 @@ class LogitsKernels:
 
     @property
     def unit_constants(self) -> dict[str, int | bool]:
-        """What kernels know of these numbers."""
+        """The form, and which of these numbers are pointers, as constants of kernels."""
         alpha, beta = "ALPHA_IS_POINTER", "BETA_IS_POINTER"
         return {"FORM": formulas.CODES[self.form.name], alpha: self.flags[alpha], beta: self.flags[beta]}
 

@@ -10,8 +10,8 @@ import os
 
 import torch
 
+from sigsoftmax.backends.chunked.chunk_plan import AnyProblem
 from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
-from sigsoftmax.backends.chunked.logits import AnyProblem
 from sigsoftmax.backends.chunked.statistics import ChunkedStatistics
 from sigsoftmax.contract.devices import has_triton
 from sigsoftmax.contract.problem import LogProbsPath, LossPath, Problem, Refusal, StatisticsPath

@@ -15,14 +15,13 @@ from torch import Tensor
 from sigsoftmax.backends.chunked.path import Prior
 from sigsoftmax.backends.triton.kernels import formulas
 from sigsoftmax.backends.triton.kernels.priors import log_prior_kernel
-from sigsoftmax.backends.triton.launch import launch
+from sigsoftmax.backends.triton.launch import LOGITS_DTYPES, launch
 from sigsoftmax.contract.rows import Logarithms
 from sigsoftmax.contract.spec import MemberSpec
 
 MOST_COMPONENTS = 256
 TILE = 1024
 """numbers that a program holds"""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TokenTile(NamedTuple):
@@ -87,4 +86,4 @@ class KernelPrior(Prior):
 def has_kernel(spec: MemberSpec, components: int, dtype: torch.dtype) -> bool:
     """True if the kernel computes the log-probabilities of so many components."""
     is_known = spec.is_fixed and spec.form.name in formulas.CODES
-    return is_known and components <= MOST_COMPONENTS and dtype in DTYPES
+    return is_known and components <= MOST_COMPONENTS and dtype in LOGITS_DTYPES

@@ -28,7 +28,7 @@ def reduce_blocks(kernels: LogitsKernels, blocks: VocabularyBlocks, index_R: Ten
     rows = stats_6R.shape[1]
     for i, (first, logits_RV) in enumerate(blocks.forward()):
         memory_6R = part_6R if i else stats_6R
-        kernels.stats(blocks.provider.whole_rows(logits_RV), RowTargets(index_R), memory_6R, first)
+        kernels.stats(blocks.provider.whole_rows(logits_RV), RowTargets(index_R, first_class=first), memory_6R)
         if not i:
             continue
         launch(
@@ -50,4 +50,4 @@ def write_gradients(
         if not kernels.per_class:
             logits_RV = blocks.provider.whole_rows(logits_RV)
         out_RV = logits_RV if is_in_place else out_RV
-        kernels.gradient(logits_RV, RowTargets(index_R), stats, coefficients, out_RV, first)
+        kernels.gradient(logits_RV, RowTargets(index_R, first_class=first), stats, coefficients, out_RV)

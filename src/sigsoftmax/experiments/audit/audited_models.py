@@ -60,12 +60,12 @@ class AuditedModel:
     notes: tuple[str, ...] = ()
 
     @property
-    def words(self) -> int:
+    def vocabulary(self) -> int:
         """The size of the vocabulary."""
         if self.layer is not None:
             return self.layer.vocabulary
         assert self.matrix is not None
-        return self.matrix.words
+        return self.matrix.vocabulary
 
     @property
     def dtype(self) -> str:
@@ -77,7 +77,7 @@ class AuditedModel:
     def described_layer(self) -> LayerDescription:
         layer = self.layer
         return LayerDescription(
-            words=self.words,
+            words=self.vocabulary,
             width=None if layer is None else layer.width,
             has_bias=layer is not None and layer.bias_V is not None,
             components=1 if layer is None else layer.components,

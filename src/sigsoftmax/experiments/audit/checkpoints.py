@@ -19,8 +19,9 @@ from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, detached
 from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress
 from sigsoftmax.experiments.runs.run import checkpoint_file
 from sigsoftmax.layers.mixture import MixtureOutputLayer
-from sigsoftmax.lm.data.corpus import Corpus, batchify, evaluation_windows
+from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.corpus_files import read_split
+from sigsoftmax.lm.data.windows import batchify, evaluation_windows
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.saving.saved_models import LoadedModel, check_same_corpus, load_model
 

@@ -65,8 +65,8 @@ class HuggingFaceModel:
     shown: Windows | None = None
 
     @property
-    def words(self) -> int:
-        return self.known.words
+    def vocabulary(self) -> int:
+        return self.known.vocabulary
 
     def windows(
         self, text: str | None, count: int, *, window: int, seed: int, text_name: str = "the given text"
@@ -78,7 +78,7 @@ class HuggingFaceModel:
         needed = math.ceil(count / (length - 1))
         if self.tokenizer is None:
             generator = torch.Generator().manual_seed(seed)
-            random_BL = torch.randint(self.words, (needed, length), generator=generator)
+            random_BL = torch.randint(self.vocabulary, (needed, length), generator=generator)
             return Windows(random_BL, "random tokens")
         if text is None:
             text, text_name = generated_text(2 * count + 200, seed), "a generated English text"
@@ -98,7 +98,7 @@ class HuggingFaceModel:
 
     def contexts(self, windows: Windows, count: int, progress: Progress, *, batch_tokens: int = 1024) -> Contexts:
         """The hidden vectors of the windows' positions, each with the token that follows."""
-        known = min(self.words, self.model.get_input_embeddings().weight.shape[0])
+        known = min(self.vocabulary, self.model.get_input_embeddings().weight.shape[0])
         if int(windows.ids_BL.max()) >= known:
             raise ValueError(
                 f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.known.name} has {known} words; the "
@@ -160,12 +160,12 @@ def open_model(
     notes = _note_on_missing(name, model, output.weight, missing)
     weight_Vd = output.weight.detach()
     bias_V = output.bias.detach() if getattr(output, "bias", None) is not None else None
-    head, found, words = _found_function(name, model, weight_Vd, bias_V, function)
-    if words < weight_Vd.shape[0]:
+    head, found, vocabulary = _found_function(name, model, weight_Vd, bias_V, function)
+    if vocabulary < weight_Vd.shape[0]:
         notes.append(
-            f"The model leaves out the last {weight_Vd.shape[0] - words} rows of its output matrix; so does this."
+            f"The model leaves out the last {weight_Vd.shape[0] - vocabulary} rows of its output matrix; so does this."
         )
-        weight_Vd, bias_V = weight_Vd[:words], None if bias_V is None else bias_V[:words]
+        weight_Vd, bias_V = weight_Vd[:vocabulary], None if bias_V is None else bias_V[:vocabulary]
     if dtype != torch.float32:
         notes.append(f"The model ran in {dtype_name(dtype)}; what is computed from H and W is in float64.")
     if tokenizer is None:
@@ -312,16 +312,16 @@ def _found_function(
     generator = torch.Generator().manual_seed(0)
     known = min(weight_Vd.shape[0], model.get_input_embeddings().weight.shape[0])
     hidden_BLd, logits_BLV = _run(model, torch.randint(known, (2, PROBE_TOKENS), generator=generator), keep_logits=True)
-    words = logits_BLV.shape[-1]
-    if words > weight_Vd.shape[0] or hidden_BLd.shape[-1] != weight_Vd.shape[1]:
+    vocabulary = logits_BLV.shape[-1]
+    if vocabulary > weight_Vd.shape[0] or hidden_BLd.shape[-1] != weight_Vd.shape[1]:
         raise ValueError(
             f"{name}: the output layer has a matrix of {tuple(weight_Vd.shape)}, but takes {hidden_BLd.shape[-1]} "
-            f"numbers and the model returns {words} logits; store H, W and b in an .npz file and audit that"
+            f"numbers and the model returns {vocabulary} logits; store H, W and b in an .npz file and audit that"
         )
-    own_bias_V = None if bias_V is None else bias_V[:words]
+    own_bias_V = None if bias_V is None else bias_V[:vocabulary]
     if has_mixture(model):
-        return *_found_mixture(model, weight_Vd[:words], own_bias_V, hidden_BLd, logits_BLV), words
-    layer = HeadWeights(weight_Vd=weight_Vd[:words], bias_V=own_bias_V)
+        return *_found_mixture(model, weight_Vd[:vocabulary], own_bias_V, hidden_BLd, logits_BLV), vocabulary
+    layer = HeadWeights(weight_Vd=weight_Vd[:vocabulary], bias_V=own_bias_V)
     probed = None
     if is_patched(model):
         probed = model.examined.adjustment
@@ -334,7 +334,7 @@ def _found_function(
     settings = model.config.get_text_config().to_dict()
     raw_RV, output_RV = layer.logits(hidden_BLd.flatten(0, 1)), logits_BLV.flatten(0, 1)
     found = detect(raw_RV, output_RV, settings, probed=probed, stated=member, reason=reason)
-    return Head(found.function), found, words
+    return Head(found.function), found, vocabulary
 
 
 def _found_mixture(

@@ -176,7 +176,7 @@ class _Auditor:
             wanted = min(max(needed, 256), DEFAULT_CONTEXTS)
         if model.available is not None:
             wanted = min(wanted, model.available)
-        return contexts_within(self.config.memory, model.words, model.layer, wanted=wanted)
+        return contexts_within(self.config.memory, model.vocabulary, model.layer, wanted=wanted)
 
     def _announce(self, model: AuditedModel, count: int) -> None:
         layer = model.layer
@@ -184,18 +184,18 @@ class _Auditor:
         steps = audit_steps(
             measure_machine(self.config.device),
             contexts=count,
-            vocabulary=model.words,
+            vocabulary=model.vocabulary,
             width=None if layer is None else layer.width,
             components=1 if layer is None else layer.components,
             is_softmax=layer is not None and layer.is_softmax,
             sampled=settings.sampled_contexts,
             operations_per_context=model.operations_per_context,
-            truncated=len(truncation_widths(count, model.words)) if count else 0,
+            truncated=len(truncation_widths(count, model.vocabulary)) if count else 0,
             argmax_tokens=0 if settings.bounds_only else settings.argmax_tokens,
             argmax_seconds=settings.argmax_seconds,
             bounds_contexts=(model.available or 0) if self.config.bounds_only and model.contexts else 0,
         )
-        shape = f"{model.words:,} words" + ("" if layer is None else f", width {layer.width:,}")
+        shape = f"{model.vocabulary:,} words" + ("" if layer is None else f", width {layer.width:,}")
         shape += f", {count:,} contexts" if count else ", the output layer alone"
         fits = ", and the fits against the target, whose time is told when they begin" if self._has_target else ""
         self.progress("")
@@ -319,7 +319,7 @@ class _Auditor:
             target = open_distributions(config.target)
             return target.log_p_NV, f"a language ({target.description})"
         stored = StoredDistributions(Path(config.target))
-        count = contexts_within(config.memory, stored.words, None, wanted=stored.contexts)
+        count = contexts_within(config.memory, stored.vocabulary, None, wanted=stored.contexts)
         if model.available == stored.contexts:
             count = min(count, self.contexts)
         return self._rows_of(stored, count), f"the distributions of {stored.path.name}"
@@ -329,10 +329,10 @@ class _Auditor:
         teacher = self._loaded(name)
         ours, theirs, layer = self.loaded.tokenizer, teacher.tokenizer, teacher.known.layer
         assert layer is not None
-        if layer.vocabulary != self.loaded.words:
+        if layer.vocabulary != self.loaded.vocabulary:
             raise ValueError(
                 f"the teacher {name} has {layer.vocabulary:,} words and {self.config.model} has "
-                f"{self.loaded.words:,}; a teacher must speak the same tokens"
+                f"{self.loaded.vocabulary:,}; a teacher must speak the same tokens"
             )
         if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
             raise ValueError(

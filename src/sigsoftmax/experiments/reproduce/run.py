@@ -38,7 +38,6 @@ __all__ = ["TABLES", "ReproduceConfig", "run"]
 
 TABLES = {f"table{table.number}": table for table in paper.TABLES}
 SETTING_OF_CORPUS = {"ptb": "ptb", "wikitext-2": "wt2"}
-SHOW_SECONDS = 1.0
 NOTE_SECONDS = 10.0
 """between two lines about the time that is left"""
 
@@ -274,7 +273,7 @@ class _Stages:
                 self._fail(f"{one.name}, dynamic evaluation: {error}")
 
     def _measure_ranks(self, runs: Sequence[Run]) -> None:
-        pace = Pace(SHOW_SECONDS)
+        pace = Pace()
         for one in runs:
 
             def show(at: Progress, name: str = one.name) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 from sigsoftmax.experiments.runs.dynamic import points_at_once
 from sigsoftmax.experiments.runs.run import Resources
 from sigsoftmax.lm.config import Recipe, TrainingConfig
-from sigsoftmax.lm.data.corpus import Corpus, WindowLengths, batchify
+from sigsoftmax.lm.data.corpus import Corpus
+from sigsoftmax.lm.data.windows import WindowLengths, batchify
 from sigsoftmax.lm.dynamic.evaluation import DynamicEvaluator, DynamicProgress, GradientStatistics
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.search import grid

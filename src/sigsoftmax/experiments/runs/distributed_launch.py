@@ -12,10 +12,10 @@ import torch
 
 from sigsoftmax.experiments.runs.run import Resources
 
-__all__ = ["joined", "started_processes"]
+__all__ = ["launched_processes", "process_group"]
 
 
-def started_processes() -> int | None:
+def launched_processes() -> int | None:
     """The number of processes that torchrun has started; None if it was not torchrun that started this one."""
     if "RANK" not in os.environ:
         return None
@@ -23,12 +23,12 @@ def started_processes() -> int | None:
 
 
 @contextmanager
-def joined(resources: Resources) -> Iterator[tuple[Resources, bool]]:
+def process_group(resources: Resources) -> Iterator[tuple[Resources, bool]]:
     """The resources of this process among those of torchrun, and whether it is the one that prints.
 
     A process that is lost makes the others raise ConnectionError.
     """
-    if started_processes() is None:
+    if launched_processes() is None:
         if resources.parallel is not None:
             raise ValueError(
                 f"parallel {resources.parallel!r} divides a run over processes, and there is one; start them with "

@@ -24,7 +24,6 @@ from sigsoftmax.records.schemas.training import DynamicEvaluationRecord
 __all__ = ["DynamicConfig", "known_runs", "points_at_once", "run", "search_grid"]
 
 FILE = "dynamic.jsonl"
-SHOW_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +157,7 @@ class _Subject:
         self.records = checkpoint.parent / FILE
         self._precision = resources.precision
         self._say, self._progress = say, progress
-        self._pace, self._foretold = Pace(SHOW_SECONDS), False
+        self._pace, self._foretold = Pace(), False
 
     def statistics(self) -> GradientStatistics:
         statistics = GradientStatistics.of(

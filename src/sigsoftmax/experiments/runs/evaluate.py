@@ -12,7 +12,8 @@ from sigsoftmax.experiments.display import Say, counted, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, Run, checkpoint_file, measured_on, run_folder, text_of
 from sigsoftmax.lm.config import Precision
-from sigsoftmax.lm.data.corpus import Corpus, Split, batchify
+from sigsoftmax.lm.data.corpus import Corpus, Split
+from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.saving.saved_models import LoadedModel, load_model
 from sigsoftmax.lm.training.evaluation import evaluate
 from sigsoftmax.lm.training.precision import resolve_evaluation_precision

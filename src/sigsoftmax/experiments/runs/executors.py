@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from sigsoftmax._version import install_extra
-from sigsoftmax.experiments.runs.distributed_launch import started_processes
+from sigsoftmax.experiments.runs.distributed_launch import launched_processes
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, Run
 from sigsoftmax.lm.data.corpus import Corpus
@@ -40,7 +40,7 @@ __all__ = ["After", "Executor", "Failed", "InProcesses", "InTurns", "Watch", "tr
 R = TypeVar("R", bound=Run)
 T = TypeVar("T")
 After = Callable[[R, Corpus, Resources], T]
-"""What is done with a run that has ended; a function of a module, since it may run in another process"""
+"""a function that is called with a run that has ended: one of a module, since it may run in another process"""
 Watch = Callable[[Run, Progress], None]
 
 TELL_SECONDS = 0.2
@@ -83,7 +83,7 @@ def train_runs(
     """
     if find_spec("safetensors") is None:
         raise ValueError(f"runs are kept with safetensors: {install_extra('lm')}")
-    if resources.parallel is None and (started_processes() or 1) > 1:
+    if resources.parallel is None and (launched_processes() or 1) > 1:
         raise ValueError(
             "several processes of torchrun would all write the same runs; start this with python alone, and use "
             "torchrun with 'train' and 'finetune', whose processes share a run"

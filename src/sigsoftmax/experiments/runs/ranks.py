@@ -18,7 +18,8 @@ from sigsoftmax.analysis.spectrum.matrix_readers import from_blocks
 from sigsoftmax.analysis.spectrum.streaming import SpectrumOptions, streamed_spectrum
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, measured_on, run_folder
-from sigsoftmax.lm.data.corpus import Corpus, batchify, evaluation_windows
+from sigsoftmax.lm.data.corpus import Corpus
+from sigsoftmax.lm.data.windows import batchify, evaluation_windows
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.saving.saved_models import check_same_corpus, load_model
 from sigsoftmax.lm.training.precision import arithmetic

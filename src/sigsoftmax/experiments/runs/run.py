@@ -10,7 +10,7 @@ from typing import Protocol, Self, TypeVar, get_args
 
 import torch
 
-from sigsoftmax.lm.config import PRECISIONS, Recipe, TrainingConfig
+from sigsoftmax.lm.config import Recipe, TrainingConfig
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.published_corpora import PUBLISHED
 from sigsoftmax.lm.parallel.single_process import KINDS, Kind
@@ -18,7 +18,7 @@ from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
 from sigsoftmax.lm.saving import checkpoints
 from sigsoftmax.lm.saving.saved_models import LoadedModel, SavedModel, check_same_corpus, load_model
 from sigsoftmax.lm.settings import SETTINGS
-from sigsoftmax.lm.training.precision import resolve_evaluation_precision
+from sigsoftmax.lm.training.precision import known_precision, resolve_evaluation_precision
 from sigsoftmax.lm.training.trainer import Phase, Trainer, TrainerOptions, resolve_device
 from sigsoftmax.records import Payload, read_payloads
 from sigsoftmax.records.schemas.training import EpochRecord, RunIdentity
@@ -66,8 +66,7 @@ class Resources:
     def __post_init__(self) -> None:
         if self.at_once < 1:
             raise ValueError(f"at_once must be at least 1, got {self.at_once}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        known_precision(self.precision)
         resolve_evaluation_precision(self.evaluation_precision, resolve_device(self.device))
         if self.parallel is not None and self.parallel not in KINDS:
             raise ValueError(f"parallel must be one of {', '.join(KINDS)}, got {self.parallel!r}")

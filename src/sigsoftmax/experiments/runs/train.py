@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sigsoftmax.experiments.display import Display, Say, Watcher, make_display, watching
-from sigsoftmax.experiments.runs.distributed_launch import joined
+from sigsoftmax.experiments.runs.distributed_launch import process_group
 from sigsoftmax.experiments.runs.evaluate import evaluate_best, evaluation_line
 from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.experiments.runs.run import Resources, Run, planned_runs, run_in
@@ -61,7 +61,7 @@ def finetune(config: FinetuneConfig, say: Say, display: Display | None = None) -
 def _shown(
     runs: Sequence[Run], resources: Resources, say: Say, display: Display | None, *, tensorboard: bool
 ) -> Trained:
-    with joined(resources) as (own_resources, prints):
+    with process_group(resources) as (own_resources, prints):
         watchers = [TensorBoard()] if tensorboard and prints else []
         if not prints:
             display, say = Display(), lambda _: None

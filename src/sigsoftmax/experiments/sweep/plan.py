@@ -18,8 +18,9 @@ from typing import Any
 from sigsoftmax.experiments.runs.run import Run, folder_name, planned_runs
 from sigsoftmax.family.heads import Head
 from sigsoftmax.family.notation import split_items
-from sigsoftmax.lm.config import PRECISIONS, Recipe
+from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.recipes import field_paths, to_json, with_overrides
+from sigsoftmax.lm.training.precision import known_precision
 from sigsoftmax.lm.training.trainer import Phase
 
 __all__ = ["Axis", "Point", "SweepConfig", "Trial", "alternatives", "axes_of", "binding_fields"]
@@ -98,8 +99,7 @@ class SweepConfig:
     def __post_init__(self) -> None:
         if not self.recipes:
             raise ValueError("a sweep needs at least one recipe")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        known_precision(self.precision)
         if not 0.0 < self.confidence < 1.0:
             raise ValueError(f"confidence must be between 0 and 1, as 0.95, got {self.confidence}")
         if self.at_once is not None and self.at_once < 1:

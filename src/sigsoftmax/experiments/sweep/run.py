@@ -38,7 +38,6 @@ from sigsoftmax.records.schemas.sweeps import TrialRecord
 __all__ = ["SweepConfig", "TrialsFailed", "run"]
 
 RECORDS_FILE = "sweep.jsonl"
-SHOW_SECONDS = 1.0
 SHOWN_TRIALS = 3
 
 
@@ -86,7 +85,7 @@ class _Sweep:
         found = {trial: finished_record(trial, config.precision) for trial in trials}
         self.ended = {trial: record for trial, record in found.items() if record is not None}
         self.failures: dict[Trial, str] = {}
-        self._began, self._pace = time.time(), Pace(SHOW_SECONDS)
+        self._began, self._pace = time.time(), Pace()
 
     # --- training -----------------------------------------------------------------------------------------------------
 

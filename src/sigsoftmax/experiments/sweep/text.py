@@ -27,7 +27,7 @@ class Group:
     point: Point
     planned: int
     records: Mapping[int, TrialRecord]
-    """of those that have ended, by seed"""
+    """records of the trials that have ended, by seed"""
 
     def values(self, quantity: Quantity) -> dict[int, float]:
         return {seed: _value(record, quantity) for seed, record in self.records.items()}
@@ -73,7 +73,7 @@ def groups_of(trials: Sequence[Trial], records: Mapping[Trial, TrialRecord]) -> 
 
 
 def quantity_of(groups: Sequence[Group]) -> Quantity:
-    """What recipes are compared by: the distance to the truth wherever it is known."""
+    """The quantity that recipes are compared by: the distance to the truth wherever it is known."""
     records = [record for group in groups for record in group.records.values()]
     return "kl" if records and all(record.kl is not None for record in records) else "test_loss"
 
@@ -87,7 +87,7 @@ def baseline_of(group: Group, groups: Sequence[Group], config: SweepConfig) -> G
 
 
 def differences(groups: Sequence[Group], config: SweepConfig) -> list[PairedDifferenceRecord]:
-    """Those that are no baseline, and have the text and at least a seed in common with theirs."""
+    """Differences of groups from their baselines, where both have the text and at least one seed in common."""
     quantity = quantity_of(groups)
     found = []
     for group in groups:

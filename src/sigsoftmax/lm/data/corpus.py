@@ -1,9 +1,9 @@
-"""Text as ids: vocabulary, corpora, columns and windows.
+"""Text as ids: vocabulary and corpora.
 
 A corpus is three splits over one vocabulary, either files of text or samples from a language whose truth is known.
-A split is one stream of ids; it is laid out in columns, each of them text in order, and read window by window.
+A split is one stream of ids, which models read in columns, window by window (``windows``).
 
-Shapes: L tokens of a split, R rows (positions of a column), B columns.
+Shapes: L tokens of a split.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,24 +31,20 @@ __all__ = [
     "Corpus",
     "Split",
     "Vocabulary",
-    "Window",
-    "WindowLengths",
-    "batchify",
     "embedded_language",
-    "evaluation_windows",
     "tokenise",
 ]
 
 EMBEDDED_LENGTHS = {"train": 200_000, "valid": 20_000, "test": 20_000}
 
 
-def embedded_language(seed: int = 0) -> Language:
+def embedded_language() -> Language:
     """The language that comes with the package: what follows depends on the classes of the last two words.
 
     Its log P has full rank, several times the width of the models that are compared on it. With more classes a small
     model trained by SGD does not find out about them in minutes.
     """
-    return Language.of_rank(contexts=64, words=200, rank=64, scale=2.0, memory=2, seed=seed)
+    return Language.of_rank(contexts=64, words=200, rank=64, scale=2.0, memory=2, seed=0)
 
 
 class Vocabulary:
@@ -230,70 +226,3 @@ def _named(corpus: Corpus, expected: str | None, folder: Path) -> Corpus:
 
 def _stream(ids: Iterator[int]) -> Tensor:
     return torch.from_numpy(np.frombuffer(array("q", ids), dtype=np.int64).copy())
-
-
-def batchify(ids_L: Tensor, batch: int) -> Tensor:
-    """Columns of text in order, (R, B): R = L // B, and the last L - R B tokens are left out."""
-    if batch < 1:
-        raise ValueError(f"the batch must have at least one column, got {batch}")
-    rows = ids_L.numel() // batch
-    if rows < 2:
-        raise ValueError(
-            f"{batch:,} columns need at least {2 * batch:,} words, one to read and one to predict in each, and there "
-            f"are {ids_L.numel():,}; take a smaller batch or more text"
-        )
-    return ids_L[: rows * batch].reshape(batch, rows).t().contiguous()
-
-
-class Window(NamedTuple):
-    """Rows ``start`` to ``start + length - 1`` are read; the targets are one row later."""
-
-    start: int
-    length: int
-    drawn: int
-    """the length before the end of the text cut it; the learning rate scales with this one"""
-
-
-class WindowLengths:
-    """The random lengths of training windows, drawn as the published scripts draw them.
-
-    A length is about ``bptt``, or in one of twenty about half of it, with a standard deviation of 5, no less than 5
-    and no more than ``longest``. All epochs draw from one stream, which :meth:`state` can hold.
-    """
-
-    def __init__(self, seed: int, bptt: int = 70, longest: int | None = None) -> None:
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"the seed of window lengths must be between 0 and 2**32 - 1, got {seed}")
-        self.bptt = bptt
-        self.longest = longest
-        # numpy's legacy generator, kept unchanged for good: the published lengths come from it.
-        self._generator = np.random.RandomState(seed)
-
-    def draw(self) -> int:
-        base = self.bptt if self._generator.random_sample() < 0.95 else self.bptt / 2.0
-        length = max(5, int(self._generator.normal(base, 5)))
-        return length if self.longest is None else min(length, self.longest)
-
-    def epoch(self, rows: int, start: int = 0) -> Iterator[Window]:
-        """The windows of a text of so many rows, drawn one by one; ``start`` goes on in the middle."""
-        if rows < 3:
-            raise ValueError(f"training needs at least 3 rows of text, got {rows}; take a smaller batch or more text")
-        while start < rows - 2:
-            drawn = self.draw()
-            yield Window(start, min(drawn, rows - 1 - start), drawn)
-            start += drawn
-
-    def state(self) -> dict[str, Any]:
-        """All that the next draws depend on, as JSON can hold it."""
-        _, key, position, has_gauss, gauss = cast(tuple[Any, ...], self._generator.get_state(legacy=True))
-        return {"key": key.tolist(), "position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        key = np.array(state["key"], dtype=np.uint32)
-        self._generator.set_state(("MT19937", key, state["position"], state["has_gauss"], state["gauss"]))
-
-
-def evaluation_windows(rows: int, length: int = 70) -> Iterator[Window]:
-    """Windows of one length that cover every target; the last may be shorter."""
-    for start in range(0, rows - 1, length):
-        yield Window(start, min(length, rows - 1 - start), length)

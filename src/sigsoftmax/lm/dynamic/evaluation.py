@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.lm.config import DynamicEvaluationConfig
-from sigsoftmax.lm.data.corpus import batchify
+from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.dynamic.adapting_models import AdaptingModels, OneAdaptingModel, kernels_serve
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.dynamic.windows import (
@@ -148,13 +148,13 @@ class DynamicEvaluation:
     tokens: int
     """number of tokens scored: all but the first of the text, or those before a limit, or before the run diverged"""
     complete: bool
-    """whether the whole text was scored"""
+    """True if the whole text was scored"""
     chosen: bool = False
-    """whether these rates won on validation, or are the only ones"""
+    """True if these rates won on validation, or are the only ones"""
     precision: str = "float32"
     """arithmetic of the windows"""
     clip_in_place: bool = False
-    """whether D stayed clipped for a larger decay, as in the published script"""
+    """True if D stayed clipped for a larger decay, as in the published script"""
     seconds: float
 
     @property

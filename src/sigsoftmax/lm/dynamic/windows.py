@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.lm.config import Precision
-from sigsoftmax.lm.data.corpus import evaluation_windows
-from sigsoftmax.lm.data.text_cursor import TextCursor
+from sigsoftmax.lm.data.windows import TextCursor, evaluation_windows
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over

@@ -88,7 +88,7 @@ class _Call(NamedTuple):
     scale: float
     inputs: int
     keep: bool
-    """whether there will be a backward pass"""
+    """True if there will be a backward pass"""
 
 
 class _PersistentLstm(torch.autograd.Function):

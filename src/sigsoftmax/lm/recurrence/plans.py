@@ -54,7 +54,7 @@ class GpuDescription:
     shared_bytes: int
     """shared memory that one CTA can have"""
     cooperative: bool
-    """whether a grid can be launched that is resident as a whole or not at all"""
+    """True if a grid can be launched that is resident as a whole or not at all"""
     concurrent_runs: int = 1
     """runs that share the GPU: with several, a plan takes half of it where the layer fits there"""
     partition: str | None = None
@@ -74,7 +74,7 @@ class KernelPlan:
     column_tiles: int
     """tiles of 8 columns that are multiplied at once"""
     passes: int
-    """how often a CTA does so in each time step, each time for other columns"""
+    """number of times that a CTA does so in each time step, each time for other columns"""
     groups: int
     """groups of CTAs; each holds the whole matrix and serves its own columns"""
     register_tiles: int

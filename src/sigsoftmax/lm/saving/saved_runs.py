@@ -21,7 +21,7 @@ KEY_WORDS = 624
 
 @dataclass(frozen=True, kw_only=True)
 class SavedWindowLengths:
-    """The state of :class:`sigsoftmax.lm.data.corpus.WindowLengths`."""
+    """The state of :class:`sigsoftmax.lm.data.windows.WindowLengths`."""
 
     key: tuple[int, ...]
     position: int

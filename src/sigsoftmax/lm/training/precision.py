@@ -10,12 +10,18 @@ import torch
 
 from sigsoftmax.lm.config import EVALUATION_PRECISIONS, PRECISIONS, Precision
 
-__all__ = ["arithmetic", "check_precision", "lstm_dtype", "resolve_evaluation_precision"]
+__all__ = ["arithmetic", "check_precision", "known_precision", "lstm_dtype", "resolve_evaluation_precision"]
+
+
+def known_precision(precision: str) -> Precision:
+    """The precision, if there is one of that name."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    return precision
 
 
 def check_precision(precision: str, device: torch.device) -> Precision:
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    precision = known_precision(precision)
     if precision != "float32" and device.type != "cuda":
         raise ValueError(f"precision {precision!r} is for CUDA devices, and this run is on {device}; use float32")
     return precision

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.lm.config import Recipe
-from sigsoftmax.lm.data.corpus import Corpus, WindowLengths, batchify
+from sigsoftmax.lm.data.corpus import Corpus
+from sigsoftmax.lm.data.windows import WindowLengths, batchify
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.memory import check_model_fits
 from sigsoftmax.lm.parallel.single_process import parallel_strategy

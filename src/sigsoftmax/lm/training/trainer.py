@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.lm.config import LARGEST, Recipe
-from sigsoftmax.lm.data.corpus import Corpus, batchify
+from sigsoftmax.lm.data.corpus import Corpus
+from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.recurrence import RecurrenceFailed
 from sigsoftmax.lm.saving import checkpoints
 from sigsoftmax.lm.saving.saved_models import first_not_finite

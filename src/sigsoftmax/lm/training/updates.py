@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.lm.config import Precision, TrainingConfig
-from sigsoftmax.lm.data.text_cursor import TextCursor
+from sigsoftmax.lm.data.windows import TextCursor
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over
 from sigsoftmax.lm.model.regularization import MaskSampler, penalties

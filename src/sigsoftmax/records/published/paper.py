@@ -81,9 +81,9 @@ class PublishedResult:
     deviation: float | None = None
     """standard deviation over the seeds; None where none was given"""
     seeds: int | None = None
-    """how many; None where it was not said"""
+    """number of seeds; None where it was not said"""
     source: str
-    """where it was published"""
+    """the publication"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,9 +43,9 @@ class ReferenceCurve:
     revision: str
     """commit of the repository; empty if it was not recorded"""
     command: str
-    """what was run in the checkout of the repository; empty if it was not recorded"""
+    """command that was run in the checkout of the repository; empty if it was not recorded"""
     changes: str
-    """what was changed so that it runs with a present torch, in words; empty if it was not recorded"""
+    """changes that make it run with a present torch, in words; empty if they were not recorded"""
 
     @property
     def perplexities(self) -> Mapping[int, float]:

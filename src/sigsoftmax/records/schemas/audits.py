@@ -12,7 +12,6 @@ from sigsoftmax.records.schemas.spectra import RankBounds, Spectrum
 __all__ = [
     "ArgmaxCounts",
     "Audit",
-    "Bend",
     "GradientShare",
     "HeadAtWidth",
     "LayerDescription",
@@ -20,6 +19,7 @@ __all__ = [
     "TargetResult",
     "Truncation",
     "TruncationPoint",
+    "UseOfNonlinearity",
 ]
 
 
@@ -79,8 +79,8 @@ class ShareOnLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bend:
-    """The use that the layer makes of the nonlinearity of its phi, the bend; for a softmax there is none."""
+class UseOfNonlinearity:
+    """The use that the layer makes of the nonlinearity of its phi, called its bend here; a softmax has none."""
 
     contexts: int
     lines: tuple[ShareOnLine, ...]
@@ -100,7 +100,7 @@ class GradientShare:
 
     contexts: int
     next_words: str
-    """where the words that the loss asks for come from"""
+    """source of the words that the loss asks for"""
     mean: float
     median: float
     low: float
@@ -182,14 +182,14 @@ class Audit(MeasuredPayload):
     bounds: RankBounds | None = None
     spectrum: Spectrum | None = None
     truncation: Truncation | None = None
-    bend: Bend | None = None
+    bend: UseOfNonlinearity | None = None
     gradient: GradientShare | None = None
     argmax: ArgmaxCounts | None = None
     target: TargetResult | None = None
     meaning: tuple[str, ...] = ()
-    """what follows for this model, sentence by sentence; empty in records of version 1"""
+    """conclusions for this model, sentence by sentence; empty in records of version 1"""
     notes: tuple[str, ...] = ()
-    """what is not covered, was skipped or cut short, in words"""
+    """parts that are not covered, were skipped or cut short, in words"""
     was_interrupted: bool = False
     seed: int = 0
     memory: int = 0

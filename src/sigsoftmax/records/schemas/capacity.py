@@ -17,7 +17,7 @@ class StartResult:
     name: str
     """as ``svd`` or ``random 0``"""
     kl: float
-    """where the fit ended, in nats"""
+    """KL at the end of the fit, in nats"""
     iterations: int
     """0 for a contained solution that was carried over exactly and not changed"""
 

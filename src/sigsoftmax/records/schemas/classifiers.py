@@ -72,7 +72,7 @@ class ClassifierResult(MeasuredPayload):
     """epochs of every attempt"""
     attempts: tuple[Attempt, ...]
     learning_rate: float
-    """that of the best attempt"""
+    """learning rate of the best attempt"""
     valid_loss: float
     test_loss: float
     """mean -log p of the class, in nats"""

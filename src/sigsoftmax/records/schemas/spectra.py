@@ -75,7 +75,7 @@ class Spectrum(MeasuredPayload):
     SUBJECT = ("source", "words", "precision")
 
     source: str
-    """what the matrix is, in words"""
+    """description of the matrix, in words"""
     words: int
     contexts: int
     singular_values: tuple[float, ...]
@@ -93,7 +93,7 @@ class Spectrum(MeasuredPayload):
     row_sum_error: float | None = None
     """the largest abs(log of the sum of a row's probabilities); None if the entries are not log-probabilities"""
     contexts_expected: int | None = None
-    """how many contexts there should have been, if the matrix broke off before its end"""
+    """number of contexts there should have been, if the matrix broke off before its end"""
     seconds: float | None = None
 
     @property
@@ -202,7 +202,7 @@ class RankBounds(MeasuredPayload):
     SUBJECT = ("source", "head", "width", "words", "rule")
 
     source: str
-    """what the matrix is, in words"""
+    """description of the matrix, in words"""
     head: str
     """the output head, as ``Head.parse`` reads it; empty if not known"""
     width: int | None

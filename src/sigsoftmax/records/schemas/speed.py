@@ -22,7 +22,7 @@ class Measurement(MeasuredPayload):
     suite: str
     """as ``cpu`` or ``gpu``: the cases that one program measures"""
     case: str
-    """what was computed, and how large it was"""
+    """the computation and its sizes, in words"""
     implementation: str
     """as ``ours sigsoftmax``"""
     baseline: str
@@ -37,13 +37,13 @@ class Measurement(MeasuredPayload):
     """the most that torch's allocator had given out at once, beyond inputs and their gradients"""
     rounds: int
     target: str = ""
-    """what was aimed for, in the words of targets.py"""
+    """the bounds that were aimed for, in the words of targets.py"""
     gradient_error: float | None = None
     """error of the worst gradient against float64, relative to torch's with logits of the same dtype"""
     gradient_errors: Mapping[str, float] = field(default_factory=dict)
     """the same for each gradient and kind of logits, by names such as `weight, deviation 3`"""
     size: int | None = None
-    """what grows from row to row of the case, and what time is expected to be proportional to"""
+    """the size that grows from row to row of the case, to which time is expected to be proportional"""
     host_microseconds: float | None = None
     """time until the call of a step returns, the device being idle before; it may still be at work then"""
     compiled_variants: int | None = None
@@ -53,7 +53,7 @@ class Measurement(MeasuredPayload):
     spilled_bytes: int | None = None
     """bytes spilled per thread by the kernel that spills most"""
     exchanged_bytes: int | None = None
-    """what one process hands to torch.distributed in a step"""
+    """bytes that one process hands to torch.distributed in a step"""
 
     @property
     def extent(self) -> Extent:

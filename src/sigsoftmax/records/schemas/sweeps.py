@@ -39,7 +39,7 @@ class PairedDifferenceRecord(MeasuredPayload):
     baseline_point: tuple[str, ...]
     quantity: Quantity
     seeds: tuple[int, ...]
-    """that both have"""
+    """seeds that both have"""
     mean: float
     deviation: float | None
     """standard deviation of the differences, with n - 1; None for a single pair"""

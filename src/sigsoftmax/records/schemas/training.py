@@ -74,12 +74,12 @@ class EpochRecord(MeasuredPayload):
     evaluation_precision: str = "float32"
     """arithmetic of the validation: ``float32``, or ``tf32`` for its products"""
     recurrence: str = ""
-    """what computed the LSTM layers and why, and whether a resumption changed it; empty in records of older versions"""
+    """the code that computed the LSTM layers, why, and any change of it by a resumption; empty in older records"""
     is_best: bool
     seconds_training: float
     seconds_validation: float
     concurrent_runs: int = 1
-    """how many runs shared the device"""
+    """number of runs that shared the device"""
     peak_mib: float | None = None
     """the most memory the run's process held on the accelerator"""
 
@@ -151,13 +151,13 @@ class DynamicEvaluationRecord(SplitLoss):
     epsilon: float
     window: int
     complete: bool
-    """whether the whole split was evaluated"""
+    """True if the whole split was evaluated"""
     chosen: bool
-    """whether this is the point that won on validation, or the only one"""
+    """True if this is the point that won on validation, or the only one"""
     precision: str = "float32"
     """arithmetic of the windows that adapt; weights and steps are float32 in any"""
     clip_in_place: bool = False
-    """whether the rates of one point stayed clipped in the next, as in the published script"""
+    """True if the rates of one point stayed clipped in the next, as in the published script"""
     epoch: int | None = None
     """epoch of training whose weights these were; None in records of version 1"""
 

@@ -1,1 +1,1 @@
-"""What records come to, as tables and sentences that terminal and page share."""
+"""Conclusions from records, as tables and sentences that terminal and page share."""

@@ -42,7 +42,7 @@ class RankedHead:
 
     head: str
     values: Mapping[int, float]
-    """what heads are ranked by, in nats, by seed: less is better"""
+    """the numbers that heads are ranked by, in nats, by seed: less is better"""
     losses: Mapping[int, float]
     """whose exp is the perplexity that is shown, in nats, by seed"""
     seconds: Mapping[int, float] = field(default_factory=dict)
@@ -84,9 +84,9 @@ class Ranking:
     heads: Sequence[RankedHead]
     """the best first, as :meth:`of` puts them"""
     quantity: str
-    """what ``values`` are: the KL to the truth wherever it is known, else a loss"""
+    """name of the quantity in ``values``: the KL to the truth wherever it is known, else a loss"""
     perplexity_of: str
-    """what ``losses`` are of, as ``test``"""
+    """the text that ``losses`` are of, as ``test``"""
     subject: tuple[str, ...]
     """text, recipe, changes, precision: what runs of another ranking may have otherwise"""
     updates: str = ""

@@ -31,7 +31,7 @@ def verdict(ranking: Ranking) -> list[str]:
 
 
 def longer_runs(ranking: Ranking, others: Sequence[Ranking]) -> str | None:
-    """What longer runs of the same text say of the best head and softmax; the longest of them speaks."""
+    """A sentence on the best head and softmax in longer runs of the same text, taken from the longest of them."""
     best, baseline = ranking.heads[0], ranking.baseline
     if baseline is None or best is baseline:
         return None

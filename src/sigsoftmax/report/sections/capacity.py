@@ -286,7 +286,7 @@ def _sigsoftmax(heads: Mapping[str, Sequence[CapacityResult]]) -> str | None:
             f"sigsoftmax reaches the same KL as softmax within {largest:.2%} at {widths}, although {ranks}: "
             "the higher rank did not lower it."
         )
-    between = f"{_change(changes[0])} and {_change(changes[-1])}"
+    between = f"{change_text(changes[0])} and {change_text(changes[-1])}"
     return f"sigsoftmax has between {between} KL than softmax at {widths}; {ranks}."
 
 
@@ -308,7 +308,7 @@ def _rank_beside_loss(results: Sequence[CapacityResult]) -> str | None:
 
 def _others(heads: Mapping[str, Sequence[CapacityResult]]) -> str | None:
     others = {head: _changes(_against_softmax(heads, head)) for head in heads if head not in ("softmax", "sigsoftmax")}
-    parts = [f"{head_label(head)} {_change(found[len(found) // 2])}" for head, found in others.items() if found]
+    parts = [f"{head_label(head)} {change_text(found[len(found) // 2])}" for head, found in others.items() if found]
     if not parts:
         return None
     return (
@@ -317,5 +317,6 @@ def _others(heads: Mapping[str, Sequence[CapacityResult]]) -> str | None:
     )
 
 
-def _change(difference: float) -> str:
-    return f"{abs(difference):.1%} {'less' if difference < 0.0 else 'more'}"
+def change_text(difference: float) -> str:
+    """A relative difference as less or more."""
+    return f"{abs(difference):.1%} {'less' if difference <= 0.0 else 'more'}"

@@ -160,7 +160,6 @@ def perplexity_table(
     variants: Sequence[Variant],
     looks: Looks,
     *,
-    has_heading: bool = False,
     missing: str = "",
 ) -> Table:
     """A table of the paper with ours under it, head by head; without one, ours alone.
@@ -185,7 +184,6 @@ def perplexity_table(
         columns=[Column("Source", "label"), Column("Seeds"), Column("Epochs"), *_columns(places)],
         rows=rows,
         notes=_notes(rows, sources),
-        has_heading=has_heading,
     )
 
 

@@ -21,12 +21,12 @@ class Section:
     short: str
     """the title in a word or two"""
     lead: str
-    """what the section shows, in a sentence or two"""
+    """a summary of the section, in a sentence or two"""
     findings: Sequence[str] = field(default_factory=tuple)
-    """what the numbers say; nothing here is known beforehand"""
+    """conclusions from the numbers; nothing here is known beforehand"""
     blocks: Sequence[Block] = field(default_factory=tuple)
     key_findings: int = 1
-    """how many of the findings stand at the top of the page too"""
+    """number of the findings that stand at the top of the page too"""
 
     @property
     def figures(self) -> list[Figure]:

@@ -58,9 +58,9 @@ class Curve:
     group: str = ""
     """the name without the seed, for what is said of all seeds of a head; empty: the name"""
     setting: str = ""
-    """what tells it from curves of the same head"""
+    """the difference from other curves of the same head"""
     loss: float | None = None
-    """of the same model on the same text, in nats, where it is on record"""
+    """loss of the same model on the same text, in nats, where it is on record"""
 
 
 def section(material: Material, looks: Looks) -> Section | Absent:

@@ -1,4 +1,4 @@
-"""What is found out about labels, losses and biases of a class, and which classes are refused."""
+"""The conventions of a class for labels, losses and biases, as they are found out, and classes that are refused."""
 
 import copy
 import pickle

@@ -1,6 +1,6 @@
 """Mixtures on models of transformers against the formula in plain torch, and their start as the model that they are on.
 
-Shapes: B sequences of L tokens, d features, K components, V classes.
+Shapes: B sequences of L tokens, d width, K components, V classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is changed after a model was patched and stands between its output layer and its loss."""
+"""Changes after a model was patched that stand between its output layer and its loss."""
 
 import copy
 import json
@@ -64,7 +64,7 @@ CHANGES = [
 
 
 def right_loss(model, ids):
-    """Of the logits that the model has without its output function."""
+    """The loss from the logits that the model has without its output function."""
     plain = remove_output_function(copy.deepcopy(model))
     with torch.no_grad():
         return plain_loss(phi(plain.eval()(ids).logits), ids)

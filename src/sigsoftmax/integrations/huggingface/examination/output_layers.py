@@ -4,7 +4,7 @@ Some models scale or cap their logits after the output layer, or add a bias to t
 loss themselves. What a class does is not written anywhere that all classes share, so the output of the layer is
 replaced by known numbers, and what arrives at the other end is looked at. This happens once, when the model is patched.
 
-Shapes: B sequences of L tokens, d features, V classes.
+Shapes: B sequences of L tokens, d width, V classes.
 """
 
 from __future__ import annotations

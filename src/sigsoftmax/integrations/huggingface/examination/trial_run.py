@@ -1,6 +1,6 @@
 """Trial runs of a model on a few tokens, in which its output layer gives known numbers.
 
-Shapes: B sequences of L tokens, d features, V classes.
+Shapes: B sequences of L tokens, d width, V classes.
 """
 
 from __future__ import annotations

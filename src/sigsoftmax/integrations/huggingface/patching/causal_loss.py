@@ -1,6 +1,6 @@
 """The training loss of a patched language model, as transformers defines it: labels placed, tokens counted.
 
-Shapes: B sequences of L tokens, d features, V classes.
+Shapes: B sequences of L tokens, d width, V classes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The hook before the output layer of a patched model, which computes losses and logits in place of it.
 
-Shapes: d features, V classes.
+Shapes: d width, V classes.
 """
 
 from __future__ import annotations

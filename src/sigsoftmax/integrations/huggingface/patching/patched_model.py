@@ -4,7 +4,7 @@ Without labels, ``.logits`` is phi of the model's logits. With labels, the loss 
 computes logits a chunk at a time. A mixture takes that input for its logits, too. Everything between is the model's. A
 model that computes its loss itself is run without labels (``label_convention``).
 
-Shapes: B sequences of L tokens, d features, V classes.
+Shapes: B sequences of L tokens, d width, V classes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ reader that does not know the output function:
 
 Plain softmax changes no probability, and such a model is saved as any reader expects it.
 
-Shapes: d features, V classes.
+Shapes: d width, V classes.
 """
 
 from __future__ import annotations

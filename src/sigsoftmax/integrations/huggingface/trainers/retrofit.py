@@ -4,7 +4,7 @@ The shifted member z + log sigmoid(z + b) tends to softmax as b grows. If no log
 log-probability differs from softmax's by at most exp(-(z_min + b)), so that a large b starts training where the model
 is. A schedule then lowers b, and with b = 0 the function is sigsoftmax.
 
-Shapes: B sequences of L tokens, d features, V classes.
+Shapes: B sequences of L tokens, d width, V classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums over the rows of a matrix, against float64."""
+"""Gradients of a bias, sums over the rows of a matrix, against float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from tests.backends.triton.device import DEVICE, IS_INTERPRETED
 from tests.tables import frobenius_error
 
-from sigsoftmax.backends.triton.column_sums import LANES, ROWS, add_by_kernel
+from sigsoftmax.backends.triton.per_class_gradients import LANES, ROWS, add_by_kernel
 
 pytestmark = pytest.mark.usefixtures("_fresh_memory_is_nan")
 DTYPES = [torch.float32, torch.float16, *([] if IS_INTERPRETED else [torch.bfloat16])]

@@ -1,16 +1,16 @@
-"""Verbs about language models: data, recipes, train, finetune, evaluate, dynamic-eval, sample, sweep."""
+"""Every verb of the command line: what it does, its help, its arguments and its options."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from sigsoftmax.cli.parser import Option, Verb, build, gibibytes, numbers, progress, say
+from sigsoftmax.cli import handlers
+from sigsoftmax.cli.parser import Option, Verb, gibibytes, numbers, progress, say
 from sigsoftmax.lm.config import EVALUATION_PRECISIONS, PRECISIONS
 from sigsoftmax.lm.data.published_corpora import PUBLISHED
 
-__all__ = ["VERBS", "fields"]
+__all__ = ["VERBS"]
 
 SPECIAL = {
     "changes": Option(
@@ -35,74 +35,114 @@ SPECIAL = {
 }
 """options that are written otherwise than their fields"""
 RESOURCES = "data device precision evaluation_precision at_once"
+FITS = "heads widths starts iterations workers seed"
 
 
-def fields(names: str, **others: Option) -> dict[str, Option]:
+def _fields(names: str, **others: Option) -> dict[str, Option]:
     """Options for fields of a configuration, whose names are given, and others."""
     return {name: SPECIAL.get(name, Option()) for name in names.split()} | others
 
 
-# --- acts -------------------------------------------------------------------------------------------------------------
-
-
-def _fetch(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.lm.data.fetch import fetch, terminal_progress
-
-    with terminal_progress() as watch:
-        folder = fetch(arguments.corpus, arguments.data, watch=watch)
-    print(folder)
-
-
-def _recipes(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.recipe_text import all_recipes, one_recipe
-
-    print(one_recipe(arguments.name) if arguments.name else all_recipes())
-
-
-def _train(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.runs import train
-    from sigsoftmax.experiments.runs.run import chosen_recipes
-
-    recipes = tuple(chosen_recipes(arguments.recipes, arguments.config, arguments.changes or ()))
-    seeds = arguments.seeds or () if arguments.seed is None else (arguments.seed,)
-    train.run(build(train.TrainConfig, arguments, recipes=recipes, seeds=seeds), say)
-
-
-def _dynamic(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.runs import dynamic
-
-    if arguments.grid and (arguments.learning_rate is not None or arguments.decay is not None):
-        raise ValueError("give --grid, or one pair of rates, not both")
-    dynamic.run(build(dynamic.DynamicConfig, arguments), print, progress)
-
-
-def _sample(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.runs import sample
-
-    for piece in sample.run(build(sample.SampleConfig, arguments)):
-        print(piece, end="", flush=True)
-
-
-def _sweep(arguments: argparse.Namespace) -> None:
-    from sigsoftmax.experiments.sweep import run as sweep
-    from sigsoftmax.experiments.sweep.file import AskedSweep, with_file
-
-    seeds = tuple(seed for seeds in arguments.seeds or () for seed in seeds)
-    asked = with_file(build(AskedSweep, arguments, seeds=seeds), arguments.config)
-    config = build(
-        sweep.SweepConfig,
-        arguments,
-        recipes=asked.chosen_recipes(arguments.data),
-        seeds=asked.seeds,
-        changes=asked.changes,
-        baseline=asked.baseline,
-    )
-    sweep.run(config, say, lambda line: print(line, flush=True), progress)
-
-
-# --- verbs ------------------------------------------------------------------------------------------------------------
-
 VERBS = (
+    Verb(
+        name="demo",
+        summary="the bottleneck in three minutes: tables, pictures and a page",
+        description="Fits every kind of output head to a language of known truth, at widths on both sides of its\n"
+        "rank: a table, two pictures, records. Then trains small language models on text from such a language.",
+        example="demo --seed 1 --out runs/demo-1",
+        config=("experiments.demo", "DemoConfig"),
+        act=handlers.demo,
+        options=_fields("seed out quick"),
+    ),
+    Verb(
+        name="functions",
+        summary="the members of the family, their formulas and parameters",
+        description="Prints every output function with its phi: f(z) = softmax(phi(z)).",
+        example="functions",
+        act=handlers.functions,
+    ),
+    Verb(
+        name="compare",
+        summary="train heads under equal budgets; distance to the truth, rank, time",
+        description="Trains the same small language model with each head, on text from a language of known truth or\n"
+        "on your own, and prints what each is worth: perplexity, KL to the truth, rank, parameters, time.",
+        example="compare --heads softmax,softmax-1.5,sigsoftmax,mos --seeds 1,2,3",
+        config=("experiments.compare", "CompareConfig"),
+        printers=(say,),
+        options=_fields(
+            f"heads setting seeds quick changes out {RESOURCES}",
+            device=Option(),
+            at_once=Option(default="as many as there are cores"),
+        ),
+    ),
+    Verb(
+        name="reproduce",
+        summary="a table of the paper, from training to the printed table",
+        description="Says first how long it will take here and how many seeds the paper's gap needs. Then trains,\n"
+        "finetunes, searches the grid of dynamic evaluation, measures ranks and prints the table. Every stage goes on\n"
+        "where it was stopped.",
+        example="reproduce table1 --seeds 5 --device cuda --precision tf32 --at-once 4",
+        config=("experiments.reproduce.run", "ReproduceConfig"),
+        printers=(say, progress),
+        arguments=_fields("table"),
+        options=_fields(f"seeds first_seed heads setting dry_run minutes changes out {RESOURCES}"),
+    ),
+    Verb(
+        name="capacity",
+        summary="the least KL of any heads at any widths",
+        description="Fits heads with free hidden vectors to a language, or to distributions in a file: what each can\n"
+        "express at a width, and which width of softmax that is worth.",
+        example='capacity --target "of_rank(contexts=100, words=50, rank=25)" --widths 2,4,8 --starts 2',
+        config=("experiments.capacity", "CapacityToolConfig"),
+        printers=(say, progress),
+        options=_fields(f"target softmax_widths weights tolerance floor out {FITS}"),
+    ),
+    Verb(
+        name="audit",
+        summary="what an output layer can do, and what another would buy",
+        description="Audits a Hugging Face model, a checkpoint, arrays H, W and b, or a matrix of log-probabilities:\n"
+        "the output function in use, bounds and spectrum of its rank and, against a target, the loss in nats.",
+        example="audit gpt2 --teacher gpt2-xl --text my.txt",
+        config=("experiments.audit.run", "AuditConfig"),
+        printers=(say, progress),
+        arguments=_fields("model"),
+        options=_fields(
+            f"teacher target function bounds_only contexts window memory_gib argmax_words out {FITS}",
+            text=Option(help="text whose contexts are looked at", default="generated"),
+            trust_remote_code=Option(
+                help="run Python code that MODEL or the teacher brings along", default="refuse such a model"
+            ),
+            iterations=Option(help="of each fit, at most"),
+            workers=Option(help="number of processes"),
+            seed=Option(help="of the starts"),
+            argmax_seconds=Option(help="for the question which words can come first"),
+            fit_contexts=Option(help="contexts of the fits"),
+            fit_words=Option(help="words of the fits"),
+            device=Option(help="cpu, cuda or cuda:1"),
+        ),
+    ),
+    Verb(
+        name="tables",
+        summary="the paper's tables beside ours, from records",
+        description="Prints tables 1, 2, 4 and 5 of the paper, and 3 where ranks are on record, with ours: mean and\n"
+        "standard deviation over seeds.",
+        example="tables runs",
+        act=handlers.tables,
+        arguments=_fields("paths"),
+    ),
+    Verb(
+        name="report",
+        summary="one self-contained page from records",
+        description="Writes everything that is on record into one HTML page: tables, curves, spectra, audits.",
+        example="report runs -o report.html",
+        config=("report", "ReportConfig"),
+        act=handlers.report,
+        arguments=_fields("paths"),
+        options={
+            "out": Option(help="the page", names=("-o", "--output")),
+            "title": Option(help="of the page"),
+        },
+    ),
     Verb(
         name="data",
         summary="get the published corpora",
@@ -114,7 +154,7 @@ VERBS = (
                 summary="download a corpus, checked and resumable",
                 description="Downloads a published corpus, checks every byte, and goes on where it was stopped.",
                 example="data fetch ptb",
-                act=_fetch,
+                act=handlers.fetch,
                 arguments={"corpus": Option(help=" or ".join(PUBLISHED))},
                 options={"data": Option(help="folder in which one of that name is made", kind=Path)},
             ),
@@ -125,7 +165,7 @@ VERBS = (
         summary="the named recipes, or one of them in full",
         description="Lists the recipes. With a name, prints all its fields as --set takes them.",
         example="recipes ptb-moss",
-        act=_recipes,
+        act=handlers.recipes,
         arguments={
             "name": Option(help="a name, as ptb-sigsoftmax or wt2-gss-0.2", metavar="RECIPE", more={"nargs": "?"})
         },
@@ -137,10 +177,10 @@ VERBS = (
         "A run is kept in OUT/<recipe>/<seed>/train.",
         example="train ptb-sigsoftmax --seeds 141,142,143 --at-once 3 --set training.epochs=22",
         config=("experiments.runs.train", "TrainConfig"),
-        act=_train,
-        arguments=fields("recipes"),
-        options=fields(f"config changes out {RESOURCES} parallel tensorboard"),
-        exclusive=fields("seeds", seed=Option(help="of one run", kind=int)),
+        act=handlers.train,
+        arguments=_fields("recipes"),
+        options=_fields(f"config changes out {RESOURCES} parallel tensorboard"),
+        exclusive=_fields("seeds", seed=Option(help="of one run", kind=int)),
     ),
     Verb(
         name="finetune",
@@ -151,8 +191,8 @@ VERBS = (
         config=("experiments.runs.train", "FinetuneConfig"),
         entry="finetune",
         printers=(say,),
-        arguments=fields("runs"),
-        options=fields(f"{RESOURCES} parallel tensorboard"),
+        arguments=_fields("runs"),
+        options=_fields(f"{RESOURCES} parallel tensorboard"),
     ),
     Verb(
         name="evaluate",
@@ -162,8 +202,8 @@ VERBS = (
         example="evaluate runs/ptb-sigsoftmax/141/finetune/best.safetensors --split test",
         config=("experiments.runs.evaluate", "EvaluateConfig"),
         printers=(print,),
-        arguments=fields("checkpoint"),
-        options=fields(
+        arguments=_fields("checkpoint"),
+        options=_fields(
             "splits batch data device",
             evaluation_precision=replace(SPECIAL["evaluation_precision"], names=("--precision",)),
         ),
@@ -175,9 +215,9 @@ VERBS = (
         "one pair of rates, in the RMS form. Runs that are on record beside the checkpoint are not made again.",
         example="dynamic-eval runs/ptb-sigsoftmax/141 --learning-rate 5e-5 --decay 2e-3 --split test",
         config=("experiments.runs.dynamic", "DynamicConfig"),
-        act=_dynamic,
-        arguments=fields("checkpoint"),
-        options=fields(
+        act=handlers.dynamic,
+        arguments=_fields("checkpoint"),
+        options=_fields(
             f"learning_rate decay splits limit {RESOURCES}",
             grid=Option(help="search the recipe's grid: what is done without rates", kind=bool),
         ),
@@ -188,9 +228,9 @@ VERBS = (
         description="Prints words that the model draws one after another.",
         example='sample runs/ptb-sigsoftmax/141 --words 200 --prompt "the company said" --temperature 0.8',
         config=("experiments.runs.sample", "SampleConfig"),
-        act=_sample,
-        arguments=fields("checkpoint"),
-        options=fields("words prompt temperature seed", device=Option(help="cpu, cuda or cuda:1")),
+        act=handlers.sample,
+        arguments=_fields("checkpoint"),
+        options=_fields("words prompt temperature seed", device=Option(help="cpu, cuda or cuda:1")),
     ),
     Verb(
         name="sweep",
@@ -200,9 +240,9 @@ VERBS = (
         "Prints means, standard deviations, and differences from a baseline by seed with confidence intervals.",
         example="sweep --heads softmax,sigsoftmax,mos --seeds 1,2,3 --set training.learning_rate=5,10",
         config=("experiments.sweep.run", "SweepConfig"),
-        act=_sweep,
-        arguments=fields("recipes"),
-        options=fields(
+        act=handlers.sweep,
+        arguments=_fields("recipes"),
+        options=_fields(
             "config finetune confidence dry_run out address cpus_per_trial gpus_per_trial data precision "
             "evaluation_precision at_once",
             heads=Option(help="as softmax,gss-0.2,mos, in place of recipes or besides", kind=tuple[str, ...]),
