@@ -6,10 +6,11 @@ import math
 import os
 
 import pytest
+import torch
 from tests.experiments.small_runs import small_resources, small_runs
 
 from sigsoftmax.experiments.runs import dynamic
-from sigsoftmax.experiments.runs.dynamic import DynamicConfig, known_runs, run, search_grid
+from sigsoftmax.experiments.runs.dynamic import DynamicConfig, known_runs, points_at_once, run, search_grid
 from sigsoftmax.experiments.runs.evaluate import evaluate_best
 from sigsoftmax.experiments.runs.executors import train_runs
 from sigsoftmax.records import read
@@ -116,6 +117,13 @@ def test_runs_on_other_weights_are_not_taken_for_these(trained):
     path.write_text(lines)
     os.utime(path, (0, 0))
     assert known_runs(one.best) == []
+
+
+@pytest.mark.parametrize(("device", "runs", "points"), [("cpu", 4, 1), ("cuda", 1, 8), ("cuda", 12, 12)])
+def test_points_share_a_gpu_however_many_runs_do(tmp_path, device, runs, points):
+    """A head that is trained alone has a grid of as many points as one that is trained beside others."""
+    resources = small_resources(tmp_path, at_once=runs)
+    assert points_at_once(resources, torch.device(device)) == points
 
 
 def test_a_grid_of_another_precision_is_searched_anew(trained, monkeypatch):

@@ -25,6 +25,10 @@ __all__ = ["DynamicConfig", "known_runs", "points_at_once", "run", "search_grid"
 
 FILE = "dynamic.jsonl"
 
+POINTS_ON_GPU = 8
+"""points of a grid that adapt side by side on a GPU: a window is a few tokens, most of its time is latency, and a
+second point added half of the time of the first on an H200. Memory is the weights once for each point."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicConfig:
@@ -49,7 +53,7 @@ class DynamicConfig:
 
 def points_at_once(resources: Resources, device: torch.device) -> int:
     """Points of the grid that share the device: on a CPU each of them would only take the time of the others."""
-    return resources.at_once if device.type == "cuda" else 1
+    return max(resources.at_once, POINTS_ON_GPU) if device.type == "cuda" else 1
 
 
 def run(config: DynamicConfig, say: Say, progress: Say = lambda _: None) -> list[DynamicEvaluation]:
