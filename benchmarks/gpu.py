@@ -1,9 +1,9 @@
 """Speed, memory and gradient errors of the losses on a CUDA device, side by side with torch and with peers.
 
-`python benchmarks/gpu.py` measures all cases in one process, forward + backward, in about five minutes. Liger and
-cut-cross-entropy take part where they can be imported, and are left out with a word where not. Writes records to
-benchmarks/records/gpu.jsonl, from which `python benchmarks/write_docs.py` makes the tables of
-docs/benchmark-tables.md.
+`python benchmarks/gpu.py` measures all cases in one process, forward + backward, in about five minutes, those of whole
+models (`--only model`) not counted. Liger and cut-cross-entropy take part where they can be imported, and are left out
+with a word where not. Writes records to benchmarks/records/gpu.jsonl, from which `python benchmarks/write_docs.py`
+makes the tables of docs/benchmark-tables.md.
 Without installing the package: PYTHONPATH=src python benchmarks/gpu.py. `--smoke` runs tiny cases on the CPU.
 """
 
@@ -23,6 +23,7 @@ import compile_times
 import gpu_growth
 import gpu_linear
 import gpu_logits
+import gpu_models
 import torch
 from gpu_losses import Peers
 from gpu_machine import Machine
@@ -88,7 +89,8 @@ def jobs(machine: Machine, peers: Peers, rounds: int) -> dict[str, Job]:
     mix = (840, 15, 280, 10_000)
     found: dict[str, Job] = {
         "logits": partial(gpu_logits.whole_steps, machine, peers, *logits, peaked=False, rounds=rounds),
-        "logits device alone": partial(gpu_logits.device_alone, machine, *logits, rounds),
+        "logits device alone": partial(gpu_logits.device_alone, machine, *logits, rounds, 1.7),
+        "logits device alone, 32000": partial(gpu_logits.device_alone, machine, 8192, 32_000, rounds, 1.5),
         "logits beside softmax": partial(gpu_logits.beside_softmax, machine, *logits, 2 * rounds),
         "logits peaked": partial(gpu_logits.whole_steps, machine, peers, *logits, peaked=True, rounds=rounds // 2),
         "classifier": partial(gpu_logits.classifier, machine, 1024, 1000, rounds, label_smoothing=0.0),
@@ -112,6 +114,7 @@ def jobs(machine: Machine, peers: Peers, rounds: int) -> dict[str, Job]:
     found["small"] = partial(gpu_linear.small, machine, peers, few, rounds)
     for shape in (few, (8192, 400, 32_000), (8192, 768, 128_256)):
         found[f"recomputing {shape[-1]}"] = partial(gpu_linear.recomputing, machine, shape, rounds)
+    found["members"] = partial(gpu_linear.members, machine, (8192, 2048, 128_256), rounds)
     for shape in (big, wide, few):
         found[f"beside sigsoftmax {shape[-1]}"] = partial(gpu_linear.beside_sigsoftmax, machine, shape, rounds)
     found |= {
@@ -142,6 +145,8 @@ def jobs(machine: Machine, peers: Peers, rounds: int) -> dict[str, Job]:
             ),
         )
     }
+    for model in gpu_models.SHAPES:
+        found[f"model {model.name}"] = partial(gpu_models.training_step, machine, peers, model, rounds // 2)
     for few_tokens in (1, 64):
         found[f"decoding {few_tokens}"] = partial(decoding_step, machine, (few_tokens, 4, 2048, 128_256), rounds)
     # Chunks of 512 MiB hold 8192 rows of 32,000 classes; fewer tokens would take less.
@@ -168,7 +173,7 @@ def smoke_jobs(machine: Machine, peers: Peers) -> dict[str, Job]:
     shape, mix = (12, 8, 130), (8, 3, 8, 130)
     found: dict[str, Job] = {
         "logits": partial(gpu_logits.whole_steps, machine, peers, 8, 130, peaked=False, rounds=2),
-        "logits device alone": partial(gpu_logits.device_alone, machine, 8, 130, 2),
+        "logits device alone": partial(gpu_logits.device_alone, machine, 8, 130, 2, 1.7),
         "logits beside softmax": partial(gpu_logits.beside_softmax, machine, 8, 130, 2),
         "logits peaked": partial(gpu_logits.whole_steps, machine, peers, 8, 130, peaked=True, rounds=2),
         "classifier": partial(gpu_logits.classifier, machine, 8, 130, 2, label_smoothing=0.0),
@@ -182,6 +187,7 @@ def smoke_jobs(machine: Machine, peers: Peers) -> dict[str, Job]:
         "small": partial(gpu_linear.small, machine, peers, (6, 8, 130), 2),
         "recomputing": partial(gpu_linear.recomputing, machine, (6, 8, 130), 2),
         "beside sigsoftmax": partial(gpu_linear.beside_sigsoftmax, machine, shape, 2),
+        "members": partial(gpu_linear.members, machine, shape, 2),
         "growth logits": partial(gpu_growth.logits_growth, machine, [(n, 130) for n in (4, 8, 12)], "N", 2),
         "growth linear": partial(gpu_growth.linear_growth, machine, [(8, 8, v) for v in (64, 130, 256)], "V", 512, 2),
     }
@@ -190,6 +196,10 @@ def smoke_jobs(machine: Machine, peers: Peers) -> dict[str, Job]:
     large = large_mixture((9, 3, 8, 130), (0.001, 0.001), "<= 1.15x", "<= 1.2x torch's error", has_plain=True)
     found["mixture large"] = partial(mixture_case, machine, large, 2)
     found["decoding"] = partial(decoding_step, machine, (2, 3, 8, 130), 2)
+    model = gpu_models.Shape(
+        name="a tiny Llama", kind="llama", classes=130, features=8, hidden=16, layers=1, heads=2, key_value_heads=1
+    )
+    found["model"] = partial(gpu_models.training_step, machine, peers, model, 2, batch=2, length=5, at_most=3)
     return found
 
 

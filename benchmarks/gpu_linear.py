@@ -20,8 +20,10 @@ from gpu_losses import (
 )
 from gpu_machine import Machine, gpu_case
 from gpu_problems import DEVIATIONS, Implementation, Problem, linear_problem, relative_errors
-from measuring import MIB, Measurement, Products, Step
+from measuring import MEMBERS, MIB, Measurement, Products, Step
 from torch import Tensor
+
+from sigsoftmax import OutputFunction
 
 Shape = tuple[int, int, int]
 """N, d, V"""
@@ -207,6 +209,35 @@ def recomputing(machine: Machine, shape: Shape, rounds: int) -> list[Measurement
         targets={},
     )
     return machine.measured(case, rounds)
+
+
+def members(machine: Machine, shape: Shape, rounds: int) -> list[Measurement]:
+    """Every member in a linear loss, where products are most of the work: fixed, with a learned scalar, per class."""
+    problem = linear_problem(machine.device, *shape)
+    fixed = (*MEMBERS, "gss(k=0)")
+    steps = {f"ours {function}": step_of(ours_linear(function).loss, problem) for function in fixed}
+    learned = {
+        "shifted_sigsoftmax with learned b": OutputFunction("shifted_sigsoftmax", b=_learned(machine)),
+        "gss with learned k and c": OutputFunction("gss", k=_learned(machine, start=0.5), c=_learned(machine)),
+        "shifted_sigsoftmax with learned b per class": OutputFunction(
+            "shifted_sigsoftmax", b=_learned(machine, shape[-1])
+        ),
+    }
+    for name, function in learned.items():
+        leaves = [function.parameters[key] for key in function.kinds]
+        steps[f"ours {name}"] = step_of(ours_linear(function).loss, problem, *leaves)
+    targets = {f"ours {function}": "<= 1.04x" for function in fixed if function != "softmax"}
+    case = gpu_case(
+        name=f"members in linear cross-entropy, bf16, {shape_text(shape)}",
+        baseline="ours softmax",
+        implementations=steps,
+        targets=targets | {f"ours {name}": "<= 1.06x" for name in learned if "per class" not in name},
+    )
+    return machine.measured(case, rounds)
+
+
+def _learned(machine: Machine, *shape: int, start: float = 0.0) -> Tensor:
+    return torch.full(shape, start, device=machine.device, requires_grad=True)
 
 
 def beside_sigsoftmax(machine: Machine, shape: Shape, rounds: int) -> list[Measurement]:

@@ -136,10 +136,12 @@ def torch_linear_of(function: str, loss: Loss) -> Callable[[Problem], Tensor]:
     return lambda p: loss(function, p.hidden, p.weight, p.bias, p.target)
 
 
-def ours_linear(function: str, weight_gradient: str = "auto", chunk_mib: float | None = None) -> Implementation:
+def ours_linear(
+    function: str | sigsoftmax.OutputFunction, weight_gradient: str = "auto", chunk_mib: float | None = None
+) -> Implementation:
     options = _options(function, weight_gradient, chunk_mib)
     return Implementation(
-        function,
+        str(function),
         lambda p: sigsoftmax.linear_cross_entropy(p.hidden, p.weight, p.target, linear_bias=p.bias, **options),
     )
 
@@ -154,7 +156,9 @@ def ours_mixture(function: str, weight_gradient: str = "auto", chunk_mib: float 
     )
 
 
-def _options(function: str, weight_gradient: str, chunk_mib: float | None) -> dict[str, Any]:
+def _options(
+    function: str | sigsoftmax.OutputFunction, weight_gradient: str, chunk_mib: float | None
+) -> dict[str, Any]:
     chunk_bytes = None if chunk_mib is None else int(chunk_mib * MIB)
     return {"function": function, "weight_gradient": weight_gradient, "chunk_bytes": chunk_bytes}
 

@@ -266,6 +266,8 @@ FURTHER = (
     "most_registers",
     "spilled_bytes",
     "exchanged_bytes",
+    "tokens_per_second",
+    "most_tokens",
 )
 """Fields of a measurement that some cases have; tables show them under their names."""
 

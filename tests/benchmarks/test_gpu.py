@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import gpu
+import gpu_models
 import gpu_problems
 import pytest
 import torch
@@ -153,8 +154,20 @@ def test_some_cases_on_a_cpu(tmp_path):
 def test_every_case_on_a_cpu(tmp_path):
     out = tmp_path / "gpu.jsonl"
     result = run_gpu("--smoke", "--out", str(out))
-    assert len(assert_written(result, out)) == 20
+    assert len(assert_written(result, out)) == 22
     assert "failed: none" in result.stdout
+
+
+@pytest.mark.parametrize(("most", "found"), [(0, 0), (1, 1), (5, 5), (8, 8), (100, 96), (900, 512)])
+def test_the_largest_batch_is_found_by_halving(most, found):
+    tried = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= most
+
+    assert gpu_models.largest_fitting(fits, 512) == found
+    assert len(tried) == len(set(tried)) <= 13
 
 
 def test_a_case_that_fails_does_not_end_the_run(capsys):

@@ -54,6 +54,10 @@ class Measurement(MeasuredPayload):
     """bytes spilled per thread by the kernel that spills most"""
     exchanged_bytes: int | None = None
     """bytes that one process hands to torch.distributed in a step"""
+    tokens_per_second: float | None = None
+    """of a training step at the median time"""
+    most_tokens: int | None = None
+    """tokens of about the largest batch of which a training step fits into the memory of the device"""
 
     @property
     def extent(self) -> Extent:
