@@ -370,14 +370,13 @@ def summary(runs: WholeRuns) -> str:
     gaps = [g for g in gaps if g.stage != "trained" and g.setting == gaps[0].setting]
     if not gaps:
         return f"- [Whole runs](docs/reproduction.md) of the paper's recipes: {NOT_RUN}.\n"
-    parts = [f"{percent_text(g.relative)} {'static' if g.stage == 'finetuned' else 'dynamic'}" for g in gaps]
-    last = gaps[-1]
-    verdict = {True: "resolved", False: "not resolved", None: "nothing is resolved"}[last.paired.is_resolved]
-    lengths = [v.epochs_text() for head in ("softmax", "sigsoftmax") for v in runs.variants("ptb", head)[:1]]
-    unequal = f", epochs {' and '.join(lengths)}" if len(set(lengths)) > 1 else ""
-    shown = f"{' and '.join(parts)} against softmax's; {seeds_text(len(last.paired.seeds))}{unequal}: {verdict}"
+    ways = {"finetuned": "after finetuning (static)", "dynamic evaluation": "under dynamic evaluation"}
+    shown = " and ".join(f"{percent_text(g.relative)} {ways[g.stage]}" for g in gaps)
+    lengths = {v.epochs_text() for head in ("softmax", "sigsoftmax") for v in runs.variants("ptb", head)[:1]}
+    unequal = ", after unequal numbers of epochs" if len(lengths) > 1 else ""
     control = "" if runs.variants("ptb", SCALED) else f" The control for scale, {SCALED}, is {NOT_RUN}."
-    lines = [f"- In [whole runs](docs/reproduction.md) the test perplexity of sigsoftmax is {shown}.{control}"]
+    title = "- In [whole runs](docs/reproduction.md) the test perplexity of sigsoftmax relative to that of softmax"
+    lines = [f"{title} is {shown}{unequal}. {_resolution(gaps[-1])}{control}"]
     found = {head: list(_spectra(runs, head)) for head in ("softmax", "sigsoftmax")}
     if all(found.values()):
         floor = max(s.noise_floor / s.largest for own in found.values() for s, _ in own)
