@@ -181,18 +181,18 @@ def _finetuning(runs: WholeRuns) -> Iterator[Claim]:
                 continue
             differ |= len({len(curve) for curve in curves}) > 1
             lengths = " and ".join(
-                f"{head_label(variant.run.head)} has {len(curve)} epochs (ended {finetuning_end(list(curve.values()))})"
+                f"{len(curve)} epochs of {head_label(variant.run.head)} (ended {finetuning_end(list(curve.values()))})"
                 for variant, curve in zip((softmax, other), curves, strict=True)
             )
             parts.append(
-                f"with seed {seed} {lengths}; after {common} epochs of both the validation perplexity of sigsoftmax "
-                f"relative to softmax was {percent_text(lead.perplexity_change)}"
+                f"With seed {seed} finetuning took {lengths}; after {common} epochs of both the validation perplexity "
+                f"of sigsoftmax relative to softmax was {percent_text(lead.perplexity_change)}."
             )
         if differ:
             yield Claim(
                 "open",
-                f"*The gap after finetuning does not come from its length.* In finetuning, {'; '.join(parts)}. The "
-                "rule ends it where validation is worse than the best of all but the last five epochs before.",
+                f"*The gap after finetuning does not come from its length.* {' '.join(parts)} The rule ends finetuning "
+                "where validation is worse than the best of all but the last five epochs before.",
             )
 
 
