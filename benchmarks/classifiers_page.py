@@ -22,7 +22,7 @@ import torch
 from bars import DIGEST, drawn_from
 from classifiers import HEADS, SWEPT, WIDTH, WIDTHS
 from examples.digits_classifier import CLASSES, Classifier, digits, fitted
-from write_docs import NO_RECORDS, PART
+from write_docs import NO_RECORDS, PART, markdown_table
 
 from sigsoftmax.records.schemas.classifiers import ClassifierResult, ConfidenceBin
 from sigsoftmax.records.statistics import LEAST_SEEDS, Sample, student_quantile
@@ -124,11 +124,6 @@ class Study:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
 def spread(sample: Sample, digits: int) -> str:
     mean = f"{sample.mean:.{digits}f}"
     return mean if sample.deviation is None else f"{mean} ± {sample.deviation:.{digits}f}"
@@ -165,7 +160,7 @@ def likelihood(study: Study) -> str:
         for head in HEADS
     ]
     header = ["head", "parameters (of the head)", "nats", "less softmax", "right, %", "less softmax"]
-    return table(header, rows)
+    return markdown_table(header, "lrrrrr", rows) + "\n"
 
 
 def calibrations(study: Study) -> str:
@@ -179,7 +174,7 @@ def calibrations(study: Study) -> str:
         ]
         for head in HEADS
     ]
-    return table(["head", "ECE", "less softmax", "Brier score", "less softmax"], rows)
+    return markdown_table(("head", "ECE", "less softmax", "Brier score", "less softmax"), "lrrrr", rows) + "\n"
 
 
 def widths(study: Study) -> str:
@@ -195,7 +190,7 @@ def widths(study: Study) -> str:
         ]
         for width in WIDTHS
     ]
-    return table(header, rows)
+    return markdown_table(header, "rl" + "r" * (len(header) - 2), rows) + "\n"
 
 
 def rates(study: Study) -> str:
@@ -207,7 +202,8 @@ def rates(study: Study) -> str:
         learned = {name: Sample.of([result.learned[name] for result in results]) for name in results[0].learned}
         texts = ", ".join(f"{name} = {spread(sample, 2)}" for name, sample in learned.items())
         rows.append([f"`{head}`, d = {width}", *(str(chosen[rate] or "") for rate in tried), texts])
-    return table(["seeds that chose", *(f"{rate:g}" for rate in tried), "learned"], rows)
+    header = ("seeds that chose", *(f"{rate:g}" for rate in tried), "learned")
+    return markdown_table(header, "l" + "r" * len(tried) + "l", rows) + "\n"
 
 
 def verdict(study: Study) -> str:

@@ -315,16 +315,22 @@ def cpu_members(suites: Suites) -> str:
     softmax = {name: first_of(case, OTHERS[name]) for name in ("torch.compile", "torch")}
     limits = {name: m.milliseconds for name, m in softmax.items() if m is not None}
     own = case.by_name["ours softmax"].milliseconds
-    names = ("less time than torch.compile's softmax", "more than that and less than plain torch's", "more than either")
+    names = (
+        "less time than torch.compile's softmax",
+        "more time than that, but less than plain torch's softmax",
+        "more time than either",
+    )
     groups: dict[str, list[str]] = {name: [] for name in names}
     for member, ratio in _member_ratios(case).items():
         if "learned" in member:
             continue
         place = sum(ratio * own > limit for limit in limits.values())
         groups[names[place]].append(f"`{member}`")
-    words = "; ".join(f"{name}: {', '.join(found)}" for name, found in groups.items() if found)
+    words = "; ".join(
+        f"{', '.join(found)} {'takes' if len(found) == 1 else 'take'} {name}" for name, found in groups.items() if found
+    )
     note = f" {OLDER_CPU}" if is_older(suites.cpu) else ""
-    return f"- **A CPU with {case.environment.threads} threads**, {_short(case)}. Ours take {words}.{note}\n"
+    return f"- **A CPU with {case.environment.threads} threads**, {_short(case)}. Of ours {words}.{note}\n"
 
 
 # --- several processes --------------------------------------------------------------------------------------------

@@ -181,18 +181,18 @@ def _finetuning(runs: WholeRuns) -> Iterator[Claim]:
                 continue
             differ |= len({len(curve) for curve in curves}) > 1
             lengths = " and ".join(
-                f"{head_label(variant.run.head)} has {len(curve)} epochs (ended {finetuning_end(list(curve.values()))})"
+                f"{len(curve)} epochs of {head_label(variant.run.head)} (ended {finetuning_end(list(curve.values()))})"
                 for variant, curve in zip((softmax, other), curves, strict=True)
             )
             parts.append(
-                f"with seed {seed} {lengths}; after {common} epochs of both the validation perplexity of sigsoftmax "
-                f"relative to softmax was {percent_text(lead.perplexity_change)}"
+                f"With seed {seed} finetuning took {lengths}; after {common} epochs of both the validation perplexity "
+                f"of sigsoftmax relative to softmax was {percent_text(lead.perplexity_change)}."
             )
         if differ:
             yield Claim(
                 "open",
-                f"*The gap after finetuning does not come from its length.* In finetuning, {'; '.join(parts)}. The "
-                "rule ends it where validation is worse than the best of all but the last five epochs before.",
+                f"*The gap after finetuning does not come from its length.* {' '.join(parts)} The rule ends finetuning "
+                "where validation is worse than the best of all but the last five epochs before.",
             )
 
 
@@ -370,14 +370,13 @@ def summary(runs: WholeRuns) -> str:
     gaps = [g for g in gaps if g.stage != "trained" and g.setting == gaps[0].setting]
     if not gaps:
         return f"- [Whole runs](docs/reproduction.md) of the paper's recipes: {NOT_RUN}.\n"
-    parts = [f"{percent_text(g.relative)} {'static' if g.stage == 'finetuned' else 'dynamic'}" for g in gaps]
-    last = gaps[-1]
-    verdict = {True: "resolved", False: "not resolved", None: "nothing is resolved"}[last.paired.is_resolved]
-    lengths = [v.epochs_text() for head in ("softmax", "sigsoftmax") for v in runs.variants("ptb", head)[:1]]
-    unequal = f", epochs {' and '.join(lengths)}" if len(set(lengths)) > 1 else ""
-    shown = f"{' and '.join(parts)} against softmax's; {seeds_text(len(last.paired.seeds))}{unequal}: {verdict}"
+    ways = {"finetuned": "after finetuning (static)", "dynamic evaluation": "under dynamic evaluation"}
+    shown = " and ".join(f"{percent_text(g.relative)} {ways[g.stage]}" for g in gaps)
+    lengths = {v.epochs_text() for head in ("softmax", "sigsoftmax") for v in runs.variants("ptb", head)[:1]}
+    unequal = ", after unequal numbers of epochs" if len(lengths) > 1 else ""
     control = "" if runs.variants("ptb", SCALED) else f" The control for scale, {SCALED}, is {NOT_RUN}."
-    lines = [f"- In [whole runs](docs/reproduction.md) the test perplexity of sigsoftmax is {shown}.{control}"]
+    title = "- In [whole runs](docs/reproduction.md) the test perplexity of sigsoftmax relative to that of softmax"
+    lines = [f"{title} is {shown}{unequal}. {_resolution(gaps[-1])}{control}"]
     found = {head: list(_spectra(runs, head)) for head in ("softmax", "sigsoftmax")}
     if all(found.values()):
         floor = max(s.noise_floor / s.largest for own in found.values() for s, _ in own)

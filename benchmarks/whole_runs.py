@@ -53,7 +53,7 @@ RANK_RULES = ("press32", "numpy32", "numpy64", "noise")
 """described in docs/analysis.md; ``noise`` counts what stands above the noise floor"""
 
 
-ONE_LINE = 13
+ONE_LINE = 15
 """characters of a cell of the first table that is kept on one line"""
 
 
@@ -302,14 +302,14 @@ def times(runs: WholeRuns) -> str:
 
 
 def finetuning_end(epochs: Sequence[EpochRecord]) -> str:
-    """What ended it: the published rule, its limit, or the time of the line."""
+    """What ended it: the published rule, its limit, or the time budget of the run."""
     run = epochs[0].run
     settings = with_overrides(recipe(run.recipe), run.overrides).finetuning
     trigger = NonMonotonicTrigger(settings.patience)
     fired = [trigger.fires(e.valid_loss_over_rows) for e in sorted(epochs, key=lambda e: e.epoch)]
     if fired[-1]:
         return "by its rule"
-    return "at its limit" if len(epochs) >= settings.epochs else "by the time of the line"
+    return "at its limit" if len(epochs) >= settings.epochs else "by the time budget"
 
 
 def grid_seconds(points: Sequence[DynamicEvaluationRecord]) -> float:

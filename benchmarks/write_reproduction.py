@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import whole_run_findings
 import whole_run_pictures
 import whole_runs
 from whole_runs import RANK_HEADER, WholeRuns, rank_cells, seeds_text
-from write_docs import NO_RECORDS, rewritten
+from write_docs import NO_RECORDS, markdown_table, rewritten
 
 from sigsoftmax.records import Environment, read
 from sigsoftmax.records.published.paper import RANKS
@@ -99,11 +99,6 @@ def perplexity(record: EpochRecord) -> float:
     return math.exp(record.valid_loss_over_rows)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
 def stage_gate(records: Records) -> str:
     """Our curves beside the reference's, and the verdict."""
     blocks = []
@@ -139,9 +134,8 @@ def _gate_table(curve: ReferenceCurve, recipe: str, runs: Sequence[tuple[str, in
         rows.append([str(epoch), f"{reference:.1f}", *cells])
     verdicts = [f"{off:+.1%}: {'within' if abs(off) <= GATE else 'outside'} {GATE:.0%}" for off in worst]
     rows.append([f"largest from epoch {GATE_FROM}", "", *verdicts])
-    return f"Validation perplexity of `{recipe}` (batch 10, over rows). Reference: {curve.source}.\n\n" + table(
-        header, rows
-    )
+    shown = markdown_table(header, "l" + "r" * (len(header) - 1), rows)
+    return f"Validation perplexity of `{recipe}` (batch 10, over rows). Reference: {curve.source}.\n\n{shown}\n"
 
 
 def first_epoch(records: Records) -> str:
@@ -160,7 +154,7 @@ def first_epoch(records: Records) -> str:
         return NO_RECORDS
     most = max(map(len, rows)) - 3
     header = ["recipe", "precision", "seed", *(f"updates {200 * i + 1} to {200 * i + 200}" for i in range(most))]
-    return table(header, [row + [""] * (most + 3 - len(row)) for row in rows])
+    return markdown_table(header, "ll" + "r" * (most + 1), [row + [""] * (most + 3 - len(row)) for row in rows]) + "\n"
 
 
 def precisions(records: Records) -> str:
@@ -183,7 +177,8 @@ def precisions(records: Records) -> str:
         rows.append([recipe, precision, f"{statistics.fmean(by_seed.values()):.2f}", seeds, verdict])
     if not rows:
         return NO_RECORDS
-    return table(["recipe", "precision", "mean of epochs 15 to 22", "by seed", "against float32"], rows)
+    header = ("recipe", "precision", "mean of epochs 15 to 22", "by seed", "against float32")
+    return markdown_table(header, "llrll", rows) + "\n"
 
 
 def heads(records: Records) -> str:
@@ -199,7 +194,8 @@ def heads(records: Records) -> str:
         rows.append([recipe, precision, str(last), _spread(values), _spread(train), str(len(runs))])
     if not rows:
         return NO_RECORDS
-    return table(["recipe", "precision", "epoch", "valid perplexity", "train perplexity", "seeds"], rows)
+    header = ("recipe", "precision", "epoch", "valid perplexity", "train perplexity", "seeds")
+    return markdown_table(header, "llrrrr", rows) + "\n"
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -223,7 +219,7 @@ def times(records: Records) -> str:
     if not rows:
         return NO_RECORDS
     header = ["recipe", "arithmetic", "device", "runs at once", "s per epoch", "s per epoch and model", "MiB per model"]
-    return table(header, rows)
+    return markdown_table(header, "lllrrrr", rows) + "\n"
 
 
 def dynamic(records: Records) -> str:
@@ -243,7 +239,8 @@ def dynamic(records: Records) -> str:
     ]
     if not rows:
         return NO_RECORDS
-    return table(["recipe", "seed", "split", "η", "λ", "tokens", "perplexity", "s", "device"], rows)
+    header = ("recipe", "seed", "split", "η", "λ", "tokens", "perplexity", "s", "device")
+    return markdown_table(header, "lrlrrrrrl", rows) + "\n"
 
 
 def control_losses(records: Records, how: str, *, has_whole_runs: bool = False) -> dict[str, dict[int, float]]:
@@ -284,8 +281,9 @@ def controls(records: Records) -> str:
             rows.append([words, kernels, *cells, mean, difference])
     if not rows:
         return NO_RECORDS
-    seeds = (f"seed {seed}" for seed in CONTROL_SEEDS)
-    return table(["head", "LSTM kernels", *seeds, "mean", "difference from softmax, nats (95 %)"], rows)
+    seeds = [f"seed {seed}" for seed in CONTROL_SEEDS]
+    header = ["head", "LSTM kernels", *seeds, "mean", "difference from softmax, nats (95 %)"]
+    return markdown_table(header, "ll" + "r" * (len(header) - 2), rows) + "\n"
 
 
 def _paired(own: Mapping[int, float], base: Mapping[int, float]) -> str:
@@ -323,7 +321,7 @@ def ranks(records: Records) -> str:
     if not rows:
         return NO_RECORDS
     header = ["model", "valid loss in nats (perplexity)", *RANK_HEADER, "press32 in the paper, finetuned"]
-    return table(header, rows)
+    return markdown_table(header, "l" + "r" * (len(header) - 1), rows) + "\n"
 
 
 def findings(records: Records) -> str:

@@ -75,6 +75,14 @@ def test_links_between_pages_lead_to_files(page: Path):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_exist(page: Path):
+    folders = r"(?:tests|benchmarks|examples|results|src)"
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(rf"(?<![\w/.-])({folders}/[\w/.-]+\.(?:py|jsonl))\b", text)
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_no_file_names_a_machine_or_a_package_registry():
     # Written in pieces, so that this file passes its own test.
     places = [r"(?<![\w.~-])/(?:work|root|home|Users)/\w"]

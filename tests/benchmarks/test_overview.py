@@ -142,9 +142,9 @@ def test_members_on_a_cpu_are_told_from_torch_and_its_compiler() -> None:
     baselines = {"torch softmax": (250.0, 500.0), "torch.compile softmax": (130.0, 0.0)}
     found = case("cross-entropy of logits, N=2048 V=32000", **baselines, **rows)
     text = overview.cpu_members(Suites({}, {found.name: found}))
-    assert "Ours take less time than torch.compile's softmax: `softmax`, `sigsoftmax`;" in text
-    assert "more than that and less than plain torch's: `gss(k=0.2)`, `sigmoid`;" in text
-    assert "more than either: `relu`, `softcap`." in text
+    assert "Of ours `softmax`, `sigsoftmax` take less time than torch.compile's softmax;" in text
+    assert "`gss(k=0.2)`, `sigmoid` take more time than that, but less than plain torch's softmax;" in text
+    assert "`relu`, `softcap` take more time than either." in text
     # Records that name no commit are of an older version, and the page says so.
     assert overview.OLDER_CPU not in text
     older = replace(found, environment=replace(PLACE, commit="", clean=None))

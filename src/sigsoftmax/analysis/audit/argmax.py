@@ -1,4 +1,6 @@
-"""Tokens that a layer can never rank first, whatever the hidden vector: "stolen probability".
+"""Tokens that a layer can never rank first, whatever the hidden vector: "stolen probability" (Demeter et al. 2020).
+
+Grivas et al. (2022) look for such tokens by linear programs too.
 
 Token i can be the argmax if some h has (w_i - w_j) h + (b_i - b_j) > 0 for every other token j. With x = (h, s), s >= 0
 the weight of the bias, that is a cone: D_j x > 0 for all j, D_j = (w_i - w_j, b_i - b_j). A solution with s = 0 leaves

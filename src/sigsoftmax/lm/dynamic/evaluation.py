@@ -1,4 +1,4 @@
-"""Dynamic evaluation: a model that goes on learning from the text it is tested on, in the RMS form.
+"""Dynamic evaluation (Krause et al. 2018): a model goes on learning from the text it is tested on, in the RMS form.
 
 Statistics of the gradient are gathered once on the training text, in wide windows with fixed weights:
 

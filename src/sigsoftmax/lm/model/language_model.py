@@ -1,4 +1,4 @@
-"""The AWD-LSTM with any output head.
+"""The AWD-LSTM (Merity et al. 2018) with any output head.
 
 Shapes: T time steps, B columns, V vocabulary, D embedding, H hidden of the last layer.
 """

@@ -1,4 +1,4 @@
-"""NT-ASGD: plain SGD, then SGD with a running average once validation has stopped improving.
+"""NT-ASGD (Merity et al. 2018): plain SGD, then with a running average once validation has stopped improving.
 
 One update: clip the global norm, add the weight decay, step. All numbers that change from update to update live on the
 device, so that an update can be captured in a CUDA graph. What plain torch does in many passes over the parameters,
