@@ -36,6 +36,8 @@ RESULTS = ROOT / "results"
 IMAGES = PAGE.parent / "images"
 
 GATE_FROM, GATE = 8, 0.04
+DEFECT_FROM = 10
+"""the epoch from which a curve so far above the reference shows a defect"""
 """epoch from which a curve must be within this fraction of the reference"""
 EQUAL_EPOCHS, EQUAL = range(15, 23), 0.01
 """epochs whose mean perplexity must agree between precisions, and how closely"""
@@ -120,7 +122,7 @@ def _whole(records: Records, head: str) -> Iterator[tuple[str, int, Epochs]]:
 def _gate_table(curve: ReferenceCurve, recipe: str, runs: Sequence[tuple[str, int, Epochs]]) -> str:
     header = ["epoch", "reference", *(f"{precision}, seed {seed}" for precision, seed, _ in runs)]
     rows = []
-    worst = [0.0] * len(runs)
+    worst, highest = [0.0] * len(runs), [-math.inf] * len(runs)
     for epoch, reference in curve.perplexities.items():
         cells = []
         for index, (_, _, epochs) in enumerate(runs):
@@ -131,9 +133,13 @@ def _gate_table(curve: ReferenceCurve, recipe: str, runs: Sequence[tuple[str, in
             cells.append(f"{perplexity(epochs[epoch]):.1f} ({off:+.1%})")
             if epoch >= GATE_FROM:
                 worst[index] = max(worst[index], off, key=abs)
+            if epoch >= DEFECT_FROM:
+                highest[index] = max(highest[index], off)
         rows.append([str(epoch), f"{reference:.1f}", *cells])
     verdicts = [f"{off:+.1%}: {'within' if abs(off) <= GATE else 'outside'} {GATE:.0%}" for off in worst]
     rows.append([f"largest from epoch {GATE_FROM}", "", *verdicts])
+    defects = [f"{off:+.1%}: {'a defect' if off > GATE else 'no defect'}" for off in highest]
+    rows.append([f"highest from epoch {DEFECT_FROM}", "", *defects])
     shown = markdown_table(header, "l" + "r" * (len(header) - 1), rows)
     return f"Validation perplexity of `{recipe}` (batch 10, over rows). Reference: {curve.source}.\n\n{shown}\n"
 
