@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.normalizing import gradient_dtype, mixed
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import LogProbsResults, Problem
+from sigsoftmax.contract.problem import AnyProblem, LogProbsResults, Problem
 from sigsoftmax.contract.rows import MASK, Logarithms
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
 from sigsoftmax.contract.statistics import StatisticsArithmetic
@@ -192,11 +192,7 @@ def _without_broken(logits: Tensor, unused_N: Tensor | None) -> tuple[Tensor, Te
     return torch.where(is_broken.unsqueeze(-1), torch.zeros_like(logits), logits), highest, is_broken
 
 
-def _token_rows(
-    problem: Problem[LossSpec] | Problem[LogProbsSpec] | Problem[StatisticsSpec],
-    operands: Operands,
-    unused_N: Tensor | None = None,
-) -> _TokenRows:
+def _token_rows(problem: AnyProblem, operands: Operands, unused_N: Tensor | None = None) -> _TokenRows:
     """The logits (N, K, V), the log-prior (N, K), and the arguments of the form."""
     member, prior = problem.spec.member, problem.spec.prior
     arguments = member.arguments(operands.arguments)
