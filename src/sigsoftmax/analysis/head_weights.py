@@ -26,7 +26,7 @@ from sigsoftmax.family.heads import Head
 from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.losses import functional
 
-__all__ = ["Contexts", "HeadWeights", "blocks_of", "detached", "full_precision"]
+__all__ = ["Contexts", "HeadWeights", "blocks_of", "detached", "full_precision", "sample_rows"]
 
 TOKENS_AT_ONCE = 8192
 """rows of W that are converted to another dtype at once, so that W is never held twice"""
@@ -251,6 +251,11 @@ def blocks_of(count: int, size: int) -> Iterator[slice]:
     """Slices of at most ``size`` that cover ``range(count)``."""
     for first in range(0, count, size):
         yield slice(first, min(first + size, count))
+
+
+def sample_rows(total: int, count: int, seed: int) -> Tensor:
+    """Rows that a sample takes, the same for every matrix of so many rows, so that two can be compared row by row."""
+    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count].sort().values
 
 
 @contextlib.contextmanager
