@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sigsoftmax.experiments.display import counted
 from sigsoftmax.experiments.sweep.plan import SweepConfig, Trial, binding_fields
 from sigsoftmax.records.atomic_write import atomic_write
 from sigsoftmax.records.envelope import from_plain
 from sigsoftmax.records.parsing import parse_json
+from sigsoftmax.report.number_text import counted
 
 __all__ = ["PLAN_FILE", "PlanChange", "keep_plan", "plan_change"]
 

@@ -22,7 +22,7 @@ from sigsoftmax.report.figures import (
 )
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.number_text import count_text, number_text, seconds_text
+from sigsoftmax.report.number_text import count_text, counted, number_text, seconds_text
 from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.tables import Column, Fields, Table, head_cell
 from sigsoftmax.report.theme import Looks, head_label, same_head
@@ -278,7 +278,7 @@ def _sigsoftmax(heads: Mapping[str, Sequence[CapacityResult]]) -> str | None:
     gains = [b.rank / a.rank for a, b in pairs if a.rank]
     if not changes or not gains:
         return None
-    widths = f"{len(pairs)} width{'s' if len(pairs) > 1 else ''}"
+    widths = counted(len(pairs), "width")
     largest = max(map(abs, changes))
     ranks = f"its rank by the paper's threshold is up to {max(gains):.1f} times that of softmax"
     if largest < EQUAL:
