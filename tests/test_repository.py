@@ -1,5 +1,6 @@
 """The files around the code: what they name exists, what they show runs, and they agree with each other."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -118,6 +119,18 @@ def test_one_version():
     newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     assert newest
     assert sigsoftmax.__version__ in newest.group(1)
+
+
+def test_docstrings_open_with_a_noun_or_a_verb():
+    opening = re.compile(r"(Of|Those|What|Whether|How|Where|That|Which)\b")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented) and (text := ast.get_docstring(node)) and opening.match(text)
+    ]
+    assert found == []
 
 
 def test_public_names_are_documented():

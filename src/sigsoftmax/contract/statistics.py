@@ -98,7 +98,7 @@ class StatisticsArithmetic:
         return torch.cat([*columns, log_normalizer_nK, largest_nT], -1), indices_nT
 
     def gradient(self, log_p_nV: Tensor, target_n: Tensor | None, by_statistics_nC: Tensor) -> LogProbsGradient:
-        """From the derivatives by the columns to those by the log-probability of every class."""
+        """The derivatives by the log-probability of every class, given those by the columns."""
         by_target_n1, by_entropy_n1, by_normalizer_nK, by_largest_nT = self.groups(by_statistics_nC)
         log_q_nV = self._tempered(log_p_nV)
         by_log_q_nV = torch.zeros_like(log_q_nV)

@@ -330,4 +330,4 @@ def _is_finetuned(recipe: Recipe) -> bool:
 
 
 def _nothing(run: Run, corpus: Corpus, resources: Resources) -> None:
-    """To be done with a run that is finetuned next."""
+    """Do nothing with a run that is finetuned next."""

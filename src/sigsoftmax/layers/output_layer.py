@@ -233,7 +233,7 @@ class OutputLayer(OutputModule):
 
 
 def log_probs_to_draw(logits: Tensor, function: OutputFunction) -> Tensor:
-    """At least float32: log-probabilities that are rounded to half precision skew what is drawn."""
+    """Log-probabilities in at least float32: those that are rounded to half precision skew what is drawn."""
     return functional.log_probs(logits.to(torch.promote_types(logits.dtype, torch.float32)), function=function)
 
 

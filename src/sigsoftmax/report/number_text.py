@@ -80,13 +80,13 @@ def sample_text(sample: Sample | None, decimals: int = 2) -> str:
 
 
 def interval_text(ends: tuple[float, float], form: str) -> str:
-    """In brackets that stay on one line."""
+    """Both ends of an interval, in brackets that stay on one line."""
     low, high = (format(end, form).replace("-", MINUS) for end in ends)
     return f"({low}{NO_BREAK}to{NO_BREAK}{high})"
 
 
 def listed(items: Sequence[str], most: int = 8) -> str:
-    """With semicolons between; of many, how many more there are."""
+    """The items with semicolons between; of many only the first, and how many more there are."""
     shown = list(items) if len(items) <= most else [*items[: most - 1], f"and {len(items) - most + 1} more"]
     return "; ".join(shown)
 

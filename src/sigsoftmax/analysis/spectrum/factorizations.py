@@ -37,7 +37,7 @@ PANELS = 8
 MOST_STACKED = 2**31 - 1
 """entries of a matrix that every LAPACK and cuSOLVER can index"""
 DAMPING = 1e-3
-"""of the mean diagonal entry of a matrix that is inverted"""
+"""added to the diagonal of a matrix that is inverted, relative to the mean of its entries"""
 
 Arrays = dict[str, NDArray[np.generic]]
 

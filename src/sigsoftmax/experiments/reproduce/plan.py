@@ -148,7 +148,7 @@ def _disk(runs: Sequence[Run], times: Mapping[str, RunTimes], out: Path) -> str:
 
 
 def power_lines(table: PublishedTable, corpus: str, heads: Sequence[str], seeds: int) -> list[str]:
-    """For each gap of the paper on test text: the seeds that would find it, at the paper's spread."""
+    """A line for each gap of the paper on test text: the seeds that would find it, at the paper's spread."""
     stages: tuple[Stage, ...] = table.stages or ("finetuned",)
     lines = []
     for first, second in [pair for pair in PAIRS if set(pair) <= set(heads)]:

@@ -92,7 +92,7 @@ class _Training:
 
 
 def measure_epochs(recipe: Recipe, corpus: Corpus, resources: Resources) -> EpochTimes:
-    """From a few updates: seconds where an update takes that long, else less than one."""
+    """Measure a few updates, which takes seconds where an update does, and else less than one."""
     device = resolve_device(resources.device)
     with _threads_of_a_run(resources, device) as sharing:
         training = _measured_training(recipe, corpus, resources, device, sharing)

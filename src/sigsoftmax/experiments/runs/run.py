@@ -142,7 +142,7 @@ class Measured(Payload, Protocol):
 
     @property
     def epoch(self) -> int | None:
-        """None in records of older versions"""
+        """The epoch of the weights; None in records of older versions."""
 
 
 M = TypeVar("M", bound=Measured)

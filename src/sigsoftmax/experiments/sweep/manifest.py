@@ -78,7 +78,7 @@ def _kept(out: Path) -> dict[str, Any]:
 
 
 def _described(config: SweepConfig, trials: Sequence[Trial]) -> dict[str, Any]:
-    """By folder, all that must stay as it is."""
+    """All that must stay as it is, by the folder of each trial."""
     return {
         trial.folder.relative_to(config.out).as_posix(): {
             "recipe": binding_fields(trial.recipe),

@@ -42,7 +42,7 @@ class Evaluation:
 
     @property
     def loss_over_rows(self) -> float:
-        """As the published scripts report it: they divide by the rows, one more than are scored."""
+        """The loss as the published scripts report it: they divide by the rows, one more than are scored."""
         return self.total / (self.rows * self.batch)
 
 

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 COLLAPSED = 1e-3
-"""nats to the nearest softmax below which a bent phi is called collapsed: a perplexity of 100.1 instead of 100"""
+"""nats to the nearest softmax below which a nonlinear phi is called collapsed: a perplexity of 100.1 instead of 100"""
 FOLLOWS = 1e-3
 """nats below which a truncation follows the output"""
 ROUNDING = 1e-9

@@ -151,7 +151,7 @@ class Ranking:
         return max(len(self.heads) - 1, 1)
 
     def difference(self, head: RankedHead, other: RankedHead) -> PairedDifference | None:
-        """By how many nats a head lies above another, seed by seed; None without a seed that both have.
+        """The distance of a head above another in nats, seed by seed; None without a seed that both have.
 
         Whoever compares seven heads and looks at the best has made six comparisons. By Bonferroni's inequality the
         intervals of all six hold together with 95 % if each has 1 - 0.05 / 6.

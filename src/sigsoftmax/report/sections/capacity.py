@@ -144,7 +144,7 @@ def _shared_widths(heads: Mapping[str, Sequence[CapacityResult]]) -> list[int]:
 
 
 def _numbers_summary(results: Sequence[CapacityResult]) -> str:
-    """Who wins when a mixture's further vectors per context are counted as well."""
+    """Mixtures against softmax where their further vectors per context are counted as well."""
     curve = {r.width: r.fitted_kl for r in results if same_head(r.head) == "softmax"}
     mixtures = [r for r in results if r.numbers_per_context != r.width]
     if not curve or not mixtures:
@@ -291,7 +291,7 @@ def _sigsoftmax(heads: Mapping[str, Sequence[CapacityResult]]) -> str | None:
 
 
 def _rank_beside_loss(results: Sequence[CapacityResult]) -> str | None:
-    """Said only if heads of nearly full rank at one width differ in KL."""
+    """A sentence on heads of nearly full rank at one width; None unless they differ in KL."""
     full = [r for r in results if r.fitted_kl > REACHED and r.rank >= 0.9 * min(r.words, r.contexts)]
     by_width = [sorted(here, key=lambda r: r.fitted_kl) for here in grouped(full, lambda r: r.width).values()]
     high = max(by_width, key=lambda here: here[-1].fitted_kl / here[0].fitted_kl, default=[])
