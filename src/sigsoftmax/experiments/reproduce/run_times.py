@@ -92,7 +92,7 @@ class _Training:
 
 
 def measure_epochs(recipe: Recipe, corpus: Corpus, resources: Resources) -> EpochTimes:
-    """Measure a few updates, which takes seconds where an update does, and else less than one."""
+    """The seconds of an epoch, from a few updates: they take less than one, unless an update takes as long."""
     device = resolve_device(resources.device)
     with _threads_of_a_run(resources, device) as sharing:
         training = _measured_training(recipe, corpus, resources, device, sharing)
@@ -104,7 +104,7 @@ def measure_epochs(recipe: Recipe, corpus: Corpus, resources: Resources) -> Epoc
 
 
 def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTimes:
-    """Takes some seconds, more where an update does."""
+    """The seconds of the parts of a run. Measuring takes some seconds, more where an update does."""
     device = resolve_device(resources.device)
     with _threads_of_a_run(resources, device) as sharing:
         training = _measured_training(recipe, corpus, resources, device, sharing)
