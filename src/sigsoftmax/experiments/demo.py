@@ -16,7 +16,7 @@ from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
-from sigsoftmax.experiments.capacity import head_text, ruled
+from sigsoftmax.experiments.capacity import head_text, ruled, softmax_curve
 from sigsoftmax.experiments.display import Say
 from sigsoftmax.experiments.pictures import draw_bottleneck
 from sigsoftmax.experiments.runs.run import check_out
@@ -141,10 +141,6 @@ def at_width(results: Sequence[CapacityResult], width: int) -> list[CapacityResu
     """The results at one width, worst first, softmax before its equals."""
     chosen = [result for result in results if result.width == width]
     return sorted(chosen, key=lambda result: -round(result.fitted_kl, 4))
-
-
-def softmax_curve(results: Sequence[CapacityResult]) -> dict[int, float]:
-    return {result.width: result.fitted_kl for result in results if result.head == "softmax"}
 
 
 # --- the text -------------------------------------------------------------------------------------------------------
