@@ -133,6 +133,23 @@ def test_docstrings_open_with_a_noun_or_a_verb():
     assert found == []
 
 
+def test_legends_name_the_letters_of_shapes():
+    """A letter that a tensor's name ends in stands in the legend of its file."""
+    missing = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        legend = re.search(r"^Shapes: (.*?)(\n\n|\Z)", ast.get_docstring(tree) or "", re.M | re.S)
+        nodes = list(ast.walk(tree))
+        made = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        made |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        made |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        shapes = [re.fullmatch(r"[a-z]\w*_((?=.*[A-Z])[A-Znde0-9]{1,4})", name) for name in made]
+        letters = {letter for shape in shapes if shape for letter in re.sub(r"\d", "", shape[1])}
+        known = set(re.findall(r"\b[A-Zne]\b|\bd\b", legend[1] if legend else ""))
+        missing += [f"{path.relative_to(ROOT)}: {letter}" for letter in sorted(letters - known)]
+    assert missing == []
+
+
 def test_public_names_are_documented():
     public = [name for name in sigsoftmax.__all__ if not name.startswith("__")]
     assert [name for name in public if not (getattr(sigsoftmax, name).__doc__ or "").strip()] == []

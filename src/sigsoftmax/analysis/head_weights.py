@@ -4,7 +4,7 @@ Logits are ``h W^T + b`` and the output is ``f`` of them, f a member of the fami
 context and a prior. A model that scales its logits by s is the same with ``s h`` and ``s b``. Where the tensors came
 from is not known here.
 
-Shapes: N contexts, K components, R = N * K rows, V vocabulary, d width.
+Shapes: N contexts, B contexts of a block, K components, R = N K rows, V vocabulary, C tokens of a part of it, d width.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It holds the N x V logits (N x K x V for a mixture) and whatever autograd keeps of them. The other backends are
 tested against it, and it is tested against mathematics.
 
-Shapes: N tokens, K components of a mixture, V classes.
+Shapes: N tokens, K components of a mixture, V classes, C columns of numbers, I of classes.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def log_probs_of(problem: Problem[LogProbsSpec], operands: Operands) -> LogProbs
 
 
 def statistics_of(problem: Problem[StatisticsSpec], operands: Operands) -> tuple[Tensor, Tensor]:
-    """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes, (N, T)."""
+    """All statistics of tokens as columns of a matrix, (N, C), and likeliest classes as those of another, (N, I)."""
     spec, target_N = problem.spec, None if operands.target is None else problem.target(operands)
     rows = _token_rows(problem, operands, None if target_N is None else target_N == spec.ignore_index)
     parts = normalizing.rows(rows.logits_NKV, spec.member.form, rows.arguments)

@@ -11,7 +11,7 @@ With log p of every class and a temperature T, the distribution is q = p^(1/T) /
 
 for normalised q: a multiple of q itself may be added to the first, since it leads nowhere.
 
-Shapes: n tokens of a block, K components, V classes, T likeliest classes, C columns of numbers, I of classes.
+Shapes: N tokens, n of a block, K components, V classes, T likeliest classes, C columns of numbers, I of classes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Statistics of tokens as one differentiable operation, lowered and run as losses are (``op``).
 
 All statistics are columns of one result, so that they have one incoming gradient; logits are computed again for it.
+
+Shapes: N tokens, K components, V classes, T likeliest classes, C columns of numbers, I of classes.
 """
 
 from __future__ import annotations

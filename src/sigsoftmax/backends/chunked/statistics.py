@@ -4,7 +4,7 @@ The log-probabilities of every class exist for a block of rows at a time, and so
 computes too is left to it, since its rows are faster: the values without likeliest classes, and the gradient of
 log-probabilities of targets alone.
 
-Shapes: N tokens, K components, V classes, C columns of statistics, I columns of likeliest classes.
+Shapes: N tokens, n of a block, K components, V classes, C columns of statistics, I columns of likeliest classes.
 """
 
 from __future__ import annotations

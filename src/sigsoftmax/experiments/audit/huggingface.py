@@ -3,7 +3,7 @@
 Hidden vectors are taken where they enter the output layer, by a hook, so that whatever a model does before it is done.
 The hook hands on one position alone, so that the logits of a text are never computed. This module needs transformers.
 
-Shapes: B windows, L tokens of a window, N contexts, V vocabulary, d width.
+Shapes: B windows, L tokens of a window, R rows of all windows, N contexts, V vocabulary, d width.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ backward are written out (``few_tokens``), so that gradients of matrices stay th
 forms them while it reads the weights. Everything is in the dtype of the weights: products of a few tokens in another
 precision would save nothing.
 
-Shapes: L tokens of a text, P models, T tokens of a window, V vocabulary, D embedding, H hidden of the last layer.
+Shapes: L tokens of a text, B columns (one), P models, T tokens of a window, N = P T, S parts of a sum, V vocabulary, D
+embedding, H hidden of the last layer.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What changes from window to window (the row, the carried state, the losses) live
 where they are, so that a window of a given length can be captured once and replayed. A pass has a stream of its own,
 so that several can share one GPU.
 
-Shapes: L tokens, R rows, B columns, W windows, P models that go over the text side by side.
+Shapes: L tokens, R rows, B columns, W windows, T tokens of a window, P models that go over the text side by side.
 """
 
 from __future__ import annotations
