@@ -154,9 +154,8 @@ def statistics_of(problem: Problem[StatisticsSpec], operands: Operands) -> tuple
     spec, target_N = problem.spec, None if operands.target is None else problem.target(operands)
     rows = _token_rows(problem, operands, None if target_N is None else target_N == spec.ignore_index)
     parts = normalizing.rows(rows.logits_NKV, spec.member.form, rows.arguments)
-    arithmetic = StatisticsArithmetic(spec, problem.components, has_target=target_N is not None)
     log_p_NV = rows.or_nan(mixed(parts, rows.log_prior, spec.floor).values)
-    return arithmetic.of_block(log_p_NV, rows.or_no_normalizer(parts.log_normalizer), target_N)
+    return StatisticsArithmetic(problem).of_block(log_p_NV, rows.or_no_normalizer(parts.log_normalizer), target_N)
 
 
 class _TokenRows(NamedTuple):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sigsoftmax.contract.problem import Problem
 from sigsoftmax.contract.spec import StatisticsSpec
 from sigsoftmax.contract.tokens import entropy
 
@@ -61,9 +62,10 @@ class LogProbsGradient(NamedTuple):
 class StatisticsArithmetic:
     """The formulas of one call, for a block of tokens at a time."""
 
-    def __init__(self, spec: StatisticsSpec, components: int, *, has_target: bool) -> None:
-        self.spec, self.components = spec, components
-        self.widths = (int(has_target), int(spec.entropy), components, spec.topk)
+    def __init__(self, problem: Problem[StatisticsSpec]) -> None:
+        self.spec = spec = problem.spec
+        self.has_target = problem.signature.operands.target is not None
+        self.widths = (int(self.has_target), int(spec.entropy), problem.components, spec.topk)
         self.columns = sum(self.widths)
         self.index_columns = int(spec.argmax) + spec.topk
 
