@@ -1,5 +1,6 @@
 """The files around the code: what they name exists, what they show runs, and they agree with each other."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -126,6 +127,35 @@ def test_one_version():
     newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     assert newest
     assert sigsoftmax.__version__ in newest.group(1)
+
+
+def test_docstrings_open_with_a_noun_or_a_verb():
+    opening = re.compile(r"(Of|Those|What|Whether|How|Where|That|Which)\b")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented) and (text := ast.get_docstring(node)) and opening.match(text)
+    ]
+    assert found == []
+
+
+def test_legends_name_the_letters_of_shapes():
+    """A letter that a tensor's name ends in stands in the legend of its file."""
+    missing = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        legend = re.search(r"^Shapes: (.*?)(\n\n|\Z)", ast.get_docstring(tree) or "", re.M | re.S)
+        nodes = list(ast.walk(tree))
+        made = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        made |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        made |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        shapes = [re.fullmatch(r"[a-z]\w*_((?=.*[A-Z])[A-Znde0-9]{1,4})", name) for name in made]
+        letters = {letter for shape in shapes if shape for letter in re.sub(r"\d", "", shape[1])}
+        known = set(re.findall(r"\b[A-Zne]\b|\bd\b", legend[1] if legend else ""))
+        missing += [f"{path.relative_to(ROOT)}: {letter}" for letter in sorted(letters - known)]
+    assert missing == []
 
 
 def test_public_names_are_documented():

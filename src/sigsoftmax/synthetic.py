@@ -4,7 +4,7 @@ A language is an automaton. It has N contexts; in each the next of V tokens is d
 context and token together determine the next context. So text can be sampled, a table model is judged exactly, and
 a model that reads the text is judged at every position against the distribution that drew the next token.
 
-Shapes: N contexts, V vocabulary, L positions of a text. All probabilities are float64.
+Shapes: N contexts, V vocabulary, d width, L positions of a text. All probabilities are float64.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, blocks_of, full_precision
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, blocks_of, full_precision, sample_rows
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
 from sigsoftmax.losses import functional
@@ -65,6 +65,13 @@ def test_contexts_are_indexed_together():
 
 def test_blocks_cover_everything_once():
     assert [list(range(7))[block] for block in blocks_of(7, 3)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_samples_are_sorted_distinct_and_the_same_for_files_of_equal_length():
+    rows = sample_rows(100, 30, 5)
+    assert torch.equal(rows, rows.unique())
+    assert torch.equal(rows, sample_rows(100, 30, 5))
+    assert sample_rows(10, 30, 5).tolist() == list(range(10))
 
 
 def test_precision_of_products_is_put_back():

@@ -5,13 +5,17 @@ import math
 import pytest
 
 from sigsoftmax.report.number_text import (
+    counted,
     listed,
+    names_text,
     number_text,
     range_text,
     seconds_text,
     sentence,
     signed_text,
     size_text,
+    width_text,
+    yes_or_no,
 )
 
 
@@ -47,6 +51,27 @@ def test_other_texts():
     assert (signed_text(-0.456), signed_text(0.02, ".1%"), signed_text(math.inf)) == ("−0.46", "+2.0%", "∞")
     assert size_text(10_000, None) == "10,000 × –"
     assert (sentence("abc"), sentence("")) == ("Abc", "")
+
+
+def test_counts_and_lists_of_names():
+    assert [counted(number, "seed") for number in (0, 1, 3)] == ["0 seeds", "1 seed", "3 seeds"]
+    assert [names_text(["1", "2", "4"][:count]) for count in (1, 2, 3)] == ["1", "1 and 2", "1, 2 and 4"]
+    assert names_text(["a", "b"], "or") == "a or b"
+    assert [yes_or_no(answer) for answer in (True, False, None)] == ["yes", "no", "–"]
+
+
+@pytest.mark.parametrize(
+    ("width", "fitted", "text"),
+    [
+        (5.25, (4, 8), "d = 5.2"),
+        (0.0, (4, 8), "d < 4"),
+        (math.inf, (4, 8), "d > 8"),
+        (math.nan, (4, 8), "–"),
+        (5.0, (), "–"),
+    ],
+)
+def test_widths_of_equal_kl_may_lie_outside_those_that_were_fitted(width, fitted, text):
+    assert width_text(width, fitted) == text
 
 
 def test_long_lists_say_how_much_is_left_out():

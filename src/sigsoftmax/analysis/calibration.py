@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.records.schemas.classifiers import Calibration, ConfidenceBin
 
 __all__ = ["BINS", "calibration"]
@@ -54,8 +55,7 @@ def calibration(log_probs_NV: Tensor, target_N: Tensor, *, bins: int = BINS) -> 
 
 
 def _check(log_probs_NV: Tensor, target_N: Tensor, bins: int) -> None:
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"bins must be a positive integer, got {bins!r}")
+    check_positive(bins=bins)
     if log_probs_NV.ndim != 2 or not log_probs_NV.is_floating_point():
         raise ValueError(
             f"log-probabilities must be floating point and of shape (examples, classes), got {log_probs_NV.dtype} of "

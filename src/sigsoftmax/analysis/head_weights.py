@@ -4,7 +4,7 @@ Logits are ``h W^T + b`` and the output is ``f`` of them, f a member of the fami
 context and a prior. A model that scales its logits by s is the same with ``s h`` and ``s b``. Where the tensors came
 from is not known here.
 
-Shapes: N contexts, K components, R = N * K rows, V vocabulary, d width.
+Shapes: N contexts, B contexts of a block, K components, R = N K rows, V vocabulary, C tokens of a part of it, d width.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sigsoftmax.family.heads import Head
 from sigsoftmax.family.parameters import ParameterKind
 from sigsoftmax.losses import functional
 
-__all__ = ["Contexts", "HeadWeights", "blocks_of", "detached", "full_precision"]
+__all__ = ["Contexts", "HeadWeights", "blocks_of", "detached", "full_precision", "sample_rows"]
 
 TOKENS_AT_ONCE = 8192
 """rows of W that are converted to another dtype at once, so that W is never held twice"""
@@ -251,6 +251,11 @@ def blocks_of(count: int, size: int) -> Iterator[slice]:
     """Slices of at most ``size`` that cover ``range(count)``."""
     for first in range(0, count, size):
         yield slice(first, min(first + size, count))
+
+
+def sample_rows(total: int, count: int, seed: int) -> Tensor:
+    """Rows that a sample takes, the same for every matrix of so many rows, so that two can be compared row by row."""
+    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count].sort().values
 
 
 @contextlib.contextmanager

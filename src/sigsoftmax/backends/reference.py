@@ -3,7 +3,7 @@
 It holds the N x V logits (N x K x V for a mixture) and whatever autograd keeps of them. The other backends are
 tested against it, and it is tested against mathematics.
 
-Shapes: N tokens, K components of a mixture, V classes.
+Shapes: N tokens, K components of a mixture, V classes, C columns of numbers, I of classes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.normalizing import gradient_dtype, mixed
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import LogProbsResults, Problem
+from sigsoftmax.contract.problem import AnyProblem, LogProbsResults, Problem
 from sigsoftmax.contract.rows import MASK, Logarithms
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
 from sigsoftmax.contract.statistics import StatisticsArithmetic
@@ -150,13 +150,12 @@ def log_probs_of(problem: Problem[LogProbsSpec], operands: Operands) -> LogProbs
 
 
 def statistics_of(problem: Problem[StatisticsSpec], operands: Operands) -> tuple[Tensor, Tensor]:
-    """All statistics of tokens in the columns of one matrix, (N, C), and the likeliest classes, (N, T)."""
+    """All statistics of tokens as columns of a matrix, (N, C), and likeliest classes as those of another, (N, I)."""
     spec, target_N = problem.spec, None if operands.target is None else problem.target(operands)
     rows = _token_rows(problem, operands, None if target_N is None else target_N == spec.ignore_index)
     parts = normalizing.rows(rows.logits_NKV, spec.member.form, rows.arguments)
-    arithmetic = StatisticsArithmetic(spec, problem.components, has_target=target_N is not None)
     log_p_NV = rows.or_nan(mixed(parts, rows.log_prior, spec.floor).values)
-    return arithmetic.of_block(log_p_NV, rows.or_no_normalizer(parts.log_normalizer), target_N)
+    return StatisticsArithmetic(problem).of_block(log_p_NV, rows.or_no_normalizer(parts.log_normalizer), target_N)
 
 
 class _TokenRows(NamedTuple):
@@ -192,11 +191,7 @@ def _without_broken(logits: Tensor, unused_N: Tensor | None) -> tuple[Tensor, Te
     return torch.where(is_broken.unsqueeze(-1), torch.zeros_like(logits), logits), highest, is_broken
 
 
-def _token_rows(
-    problem: Problem[LossSpec] | Problem[LogProbsSpec] | Problem[StatisticsSpec],
-    operands: Operands,
-    unused_N: Tensor | None = None,
-) -> _TokenRows:
+def _token_rows(problem: AnyProblem, operands: Operands, unused_N: Tensor | None = None) -> _TokenRows:
     """The logits (N, K, V), the log-prior (N, K), and the arguments of the form."""
     member, prior = problem.spec.member, problem.spec.prior
     arguments = member.arguments(operands.arguments)

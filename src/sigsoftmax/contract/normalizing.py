@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
     @property
     def finite_log_normalizer(self) -> Tensor:
-        """As :attr:`log_normalizer`, at most the largest float: for z-loss, whose slope would be inf times 0."""
+        """The same as :attr:`log_normalizer`, at most the largest float: z-loss would have a slope of inf times 0."""
         return (self.normalizer + finite(self.offset)).squeeze(-1)
 
     def weighted(self, weights: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Operands(NamedTuple):
 
     @classmethod
     def from_flat(cls, tensors: Sequence[Any], arguments: int, shard: Any = None) -> Operands:
-        """From the tensors of :attr:`flat`, of which so many are arguments of the form."""
+        """Make operands of the tensors of :attr:`flat`, of which so many are arguments of the form."""
         of_form, of_prior = tuple(tensors[7 : 7 + arguments]), tuple(tensors[7 + arguments :])
         return cls._make((*tensors[:7], of_form, of_prior, shard))
 
@@ -69,7 +69,7 @@ class Wanted(NamedTuple):
 
     @classmethod
     def of(cls, flags: Sequence[bool], arguments: int) -> Wanted:
-        """From flags in the order of ``Operands.differentiable``, of which so many belong to arguments of the form."""
+        """Make it of flags in the order of ``Operands.differentiable``, so many of them of the form's arguments."""
         of_form, of_prior = tuple(flags[5 : 5 + arguments]), tuple(flags[5 + arguments :])
         return cls._make((*flags[:5], of_form, of_prior))
 

@@ -114,6 +114,9 @@ class Problem(Generic[Spec]):
         return operands.target.reshape(-1).long().contiguous()
 
 
+AnyProblem = Problem[LossSpec] | Problem[LogProbsSpec] | Problem[StatisticsSpec]
+
+
 class LossResults(NamedTuple):
     """The results of a path. The autograd function and the op of torch.library hand them on."""
 

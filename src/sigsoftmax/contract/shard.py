@@ -1,6 +1,6 @@
 """Classes that are spread over processes: who holds which, and the way to those who hold the others.
 
-Shapes: V classes of all processes, P processes.
+Shapes: N tokens, V classes of all processes, P processes.
 """
 
 from __future__ import annotations

@@ -175,8 +175,7 @@ class LossSpec(CallSpec):
         if self.reduction not in ("none", "mean", "sum"):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
         check_index("ignore_index", self.ignore_index)
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing}")
+        check_label_smoothing(self.label_smoothing)
         check_nonnegative("z_loss", self.z_loss)
         super().__post_init__()
         check_extras(self.extras, EXTRAS)
@@ -266,6 +265,12 @@ def check_nonnegative(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a finite number >= 0, got {value}")
 
 
+def check_label_smoothing(value: float) -> None:
+    """Check that it is a share of a token's weight."""
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"label_smoothing must lie in [0, 1], got {value}")
+
+
 def check_weight_gradient(value: str) -> None:
     """Check that it is a known way to sum the gradient of a weight."""
     if value not in get_args(WeightGradient):
@@ -278,6 +283,13 @@ def check_extras(names: Sequence[str] | None, known: Sequence[str]) -> None:
     for name in names or ():
         if name not in known:
             raise ValueError(f"unknown extra {name!r}; known: {', '.join(known)}")
+
+
+def check_positive(**sizes: Any) -> None:
+    """Check that sizes are positive whole numbers, and none that only counts as one: True is not 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 
 def check_index(name: str, value: int) -> None:

@@ -11,7 +11,7 @@ With log p of every class and a temperature T, the distribution is q = p^(1/T) /
 
 for normalised q: a multiple of q itself may be added to the first, since it leads nowhere.
 
-Shapes: n tokens of a block, K components, V classes, T likeliest classes, C columns of numbers, I of classes.
+Shapes: N tokens, n of a block, K components, V classes, T likeliest classes, C columns of numbers, I of classes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sigsoftmax.contract.problem import Problem
 from sigsoftmax.contract.spec import StatisticsSpec
 from sigsoftmax.contract.tokens import entropy
 
@@ -61,9 +62,10 @@ class LogProbsGradient(NamedTuple):
 class StatisticsArithmetic:
     """The formulas of one call, for a block of tokens at a time."""
 
-    def __init__(self, spec: StatisticsSpec, components: int, *, has_target: bool) -> None:
-        self.spec, self.components = spec, components
-        self.widths = (int(has_target), int(spec.entropy), components, spec.topk)
+    def __init__(self, problem: Problem[StatisticsSpec]) -> None:
+        self.spec = spec = problem.spec
+        self.has_target = problem.signature.operands.target is not None
+        self.widths = (int(self.has_target), int(spec.entropy), problem.components, spec.topk)
         self.columns = sum(self.widths)
         self.index_columns = int(spec.argmax) + spec.topk
 
@@ -98,7 +100,7 @@ class StatisticsArithmetic:
         return torch.cat([*columns, log_normalizer_nK, largest_nT], -1), indices_nT
 
     def gradient(self, log_p_nV: Tensor, target_n: Tensor | None, by_statistics_nC: Tensor) -> LogProbsGradient:
-        """From the derivatives by the columns to those by the log-probability of every class."""
+        """The derivatives by the log-probability of every class, given those by the columns."""
         by_target_n1, by_entropy_n1, by_normalizer_nK, by_largest_nT = self.groups(by_statistics_nC)
         log_q_nV = self._tempered(log_p_nV)
         by_log_q_nV = torch.zeros_like(log_q_nV)

@@ -2,6 +2,8 @@
 
 On a CPU values are always checked. On a GPU a check that reads a value back would stop the stream, so there the same
 conditions are device-side asserts; the environment variable SIGSOFTMAX_CHECK=1 brings the full messages.
+
+Shapes: V classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who holds which classes, and this process's part of whatever has a place for every class.
+"""Classes spread over processes: who holds which, and this process's part of whatever has a place for each.
 
 Shapes: V classes, d width.
 """
@@ -82,7 +82,7 @@ def own_head(
     group: dist.ProcessGroup | None,
     shards: ClassShards | None,
 ) -> LocalHead:
-    """From what a caller passed: parts as plain tensors, or a DTensor that is sharded by classes."""
+    """Read what a caller passed: parts as plain tensors, or a DTensor that is sharded by classes."""
     check_floating("linear_weight", weight)
     if weight.ndim != 2:
         raise ValueError(f"linear_weight must have the shape (classes, features), got {tuple(weight.shape)}")

@@ -27,7 +27,7 @@ from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.synthetic import Weighting
 
-__all__ = ["CapacityToolConfig", "head_text", "ruled", "run", "table"]
+__all__ = ["CapacityToolConfig", "head_text", "ruled", "run", "softmax_curve", "table"]
 
 LANGUAGE = "of_rank(contexts=400, words=200, rank=100)"
 HEADS = (
@@ -159,7 +159,7 @@ def table(results: Sequence[CapacityResult], against: str) -> str:
     rows = [["head", *map(str, columns)], *section(lambda one: f"{one.fitted_kl:.4f}")]
     if not by_width:
         return "\n".join(["the same, by free numbers per context: K d + K - 1", *ruled(rows)])
-    curve = {one.width: one.fitted_kl for one in results if one.head == "softmax"}
+    curve = softmax_curve(results)
     worth = [row for row in section(lambda one: _softmax_width(one, curve)) if not Head.parse(row[0]).is_softmax]
     rows += [[], ["softmax of equal KL"], *worth]
     rows += [[], ["KL from the worst start"], *section(lambda one: f"{one.worst_fitted_kl:.4f}")]
@@ -176,6 +176,11 @@ def ruled(rows: Sequence[Sequence[str]], headings: int = 1) -> list[str]:
     ]
     rule = "-" * len(lines[0])
     return [rule, *lines[:headings], rule, *lines[headings:], rule]
+
+
+def softmax_curve(results: Sequence[CapacityResult]) -> dict[int, float]:
+    """The KL of the best softmax by its width."""
+    return {result.width: result.fitted_kl for result in results if result.head == "softmax"}
 
 
 def _softmax_width(result: CapacityResult, curve: Mapping[int, float]) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.spectrum.streaming import streamed_spectrum
-from sigsoftmax.experiments.display import RunPlan, Say, WholeLine, counted
+from sigsoftmax.experiments.display import RunPlan, Say, WholeLine
 from sigsoftmax.experiments.reproduce.run_times import EpochTimes, measure_epochs
 from sigsoftmax.experiments.runs.executors import After, train_runs
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
@@ -50,6 +50,7 @@ from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
 from sigsoftmax.report import ReportConfig, recorded_comparisons, write_report
 from sigsoftmax.report.findings.comparisons import Comparison
 from sigsoftmax.report.findings.verdicts import QUESTION, verdict
+from sigsoftmax.report.number_text import counted
 from sigsoftmax.synthetic import batch_means
 
 __all__ = ["HEADS", "CompareConfig", "ComparedRun", "run"]
@@ -329,4 +330,4 @@ def _is_finetuned(recipe: Recipe) -> bool:
 
 
 def _nothing(run: Run, corpus: Corpus, resources: Resources) -> None:
-    """To be done with a run that is finetuned next."""
+    """Do nothing with a run that is finetuned next."""

@@ -5,7 +5,6 @@ A table at one width, two pictures, records, and a few sentences that are derive
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +16,13 @@ from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
-from sigsoftmax.experiments.capacity import head_text, ruled
+from sigsoftmax.experiments.capacity import head_text, ruled, softmax_curve
 from sigsoftmax.experiments.display import Say
 from sigsoftmax.experiments.pictures import draw_bottleneck
 from sigsoftmax.experiments.runs.run import check_out
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.report.number_text import width_text
 from sigsoftmax.report.sections.capacity import EQUAL, change_text
 from sigsoftmax.synthetic import Language
 
@@ -132,25 +132,15 @@ def _row(result: CapacityResult, curve: dict[int, float]) -> tuple[str, ...]:
         f"{result.fitted_kl:.4f}",
         f"{result.worst_fitted_kl:.4f}",
         f"x {result.excess_perplexity:.3f}",
-        _width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve),
+        width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve),
         f"{result.seconds:.1f}",
     )
-
-
-def _width_text(width: float, curve: dict[int, float]) -> str:
-    if width == 0.0:
-        return f"d < {min(curve)}"
-    return f"d > {max(curve)}" if math.isinf(width) else f"d = {width:.1f}"
 
 
 def at_width(results: Sequence[CapacityResult], width: int) -> list[CapacityResult]:
     """The results at one width, worst first, softmax before its equals."""
     chosen = [result for result in results if result.width == width]
     return sorted(chosen, key=lambda result: -round(result.fitted_kl, 4))
-
-
-def softmax_curve(results: Sequence[CapacityResult]) -> dict[int, float]:
-    return {result.width: result.fitted_kl for result in results if result.head == "softmax"}
 
 
 # --- the text -------------------------------------------------------------------------------------------------------
@@ -199,7 +189,7 @@ def _others(softmax: CapacityResult, others: Sequence[CapacityResult], curve: di
     parts = []
     for result in sorted(others, key=lambda r: -r.fitted_kl):
         gain = 1.0 - result.fitted_kl / softmax.fitted_kl
-        worth = _width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve)
+        worth = width_text(softmax_width_of_equal_kl(result.fitted_kl, curve, floor=FLOOR), curve)
         parts.append(f"\n    {head_text(result.head)}: {change_text(-gain)}, worth softmax of {worth}")
     caution = (
         "\n  A head that contains another goes on from its solution, and so is fitted longer: gaps of a few percent,"

@@ -28,7 +28,6 @@ __all__ = [
     "Say",
     "Watcher",
     "WholeLine",
-    "counted",
     "make_display",
     "perplexity_text",
     "watching",
@@ -100,11 +99,6 @@ def make_display(stream: TextIO | None = None) -> Display:
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
-
-
-def counted(number: float, what: str) -> str:
-    """``1 seed`` or ``3 seeds``."""
-    return f"{number:g} {what}{'' if number == 1 else 's'}"
 
 
 def perplexity_text(loss: float) -> str:

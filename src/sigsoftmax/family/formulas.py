@@ -107,7 +107,7 @@ def _logistic_slope(z: Tensor, alpha: Tensor, beta: Tensor, c: Tensor) -> Tensor
 
 
 def _power_of_two(alpha: Tensor, beta: Tensor) -> Tensor:
-    """At least both slopes and 1. Slopes divided by it, which is exact, are at most 1."""
+    """The least power of two that is at least both slopes and 1; slopes are divided by it without rounding."""
     steepest = torch.maximum(alpha.abs(), (alpha + beta).abs()).detach().clamp(min=1.0)
     power = torch.exp2(torch.log2(steepest).ceil())
     # A rounded logarithm next to a whole number may have told the next power: kernels find it without one.
@@ -234,7 +234,7 @@ def _softcap_argument_slopes(z: Tensor, peak: Tensor, c: Tensor) -> ArgumentSlop
 
 
 def _gap_of_phi(scaled: Callable[..., Scaled]) -> OffsetGap:
-    """For forms whose offset is phi of the peak, in units of 1."""
+    """The gap of offsets for forms whose offset is phi of the peak, in units of 1."""
     return lambda peak, arguments, other_peak, _: scaled(peak, other_peak, *arguments).value
 
 

@@ -2,6 +2,8 @@
 
 The exported graph is compared with torch in onnxruntime before it is handed over. Models that contain output functions
 or output layers are exported by torch.onnx.export itself.
+
+Shapes: B sequences of L tokens.
 """
 
 from __future__ import annotations

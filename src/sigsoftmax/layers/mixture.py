@@ -13,14 +13,13 @@ from torch.nn import functional as F
 
 from sigsoftmax._old_calls import function_was_positional
 from sigsoftmax.contract.rows import compute_dtype
-from sigsoftmax.contract.spec import Function, prior_of
+from sigsoftmax.contract.spec import Function, check_positive, prior_of
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Latent, check_latent
 from sigsoftmax.layers.output_layer import (
     Device,
     OutputModule,
     check_bias,
-    check_positive,
     log_probs_to_draw,
     sample_from,
 )

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from sigsoftmax._old_calls import function_was_positional
 from sigsoftmax.contract.signature import is_dtensor
-from sigsoftmax.contract.spec import Function, Reduction
+from sigsoftmax.contract.spec import Function, Reduction, check_positive
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.losses import functional
 from sigsoftmax.losses.extras import Extras
@@ -93,12 +93,6 @@ def check_bias(bias: bool) -> None:
             f"bias must be True or False, got {type(bias).__name__}; an output function is given by its name, as in "
             "function='sigsoftmax'"
         )
-
-
-def check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 
 class OutputModule(FunctionModule):
@@ -239,7 +233,7 @@ class OutputLayer(OutputModule):
 
 
 def log_probs_to_draw(logits: Tensor, function: OutputFunction) -> Tensor:
-    """At least float32: log-probabilities that are rounded to half precision skew what is drawn."""
+    """Log-probabilities in at least float32: those that are rounded to half precision skew what is drawn."""
     return functional.log_probs(logits.to(torch.promote_types(logits.dtype, torch.float32)), function=function)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from sigsoftmax.contract.spec import prior_of
+from sigsoftmax.contract.spec import check_positive, prior_of
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.family.heads import Head, Latent
 
@@ -79,7 +79,7 @@ class ModelConfig:
             raise ValueError("hidden must name the width of at least one LSTM layer, got ()")
         # How wide a model may be depends on the memory: whoever builds it checks that.
         for name, width in (("embedding", self.embedding), *(("hidden", width) for width in self.hidden)):
-            _check_integer(name, width)
+            check_positive(**{name: width})
         if head.components == 1 and self.hidden[-1] != self.embedding:
             raise ValueError(
                 f"the last LSTM layer feeds the tied matrix, so its width must be that of the "
@@ -202,16 +202,11 @@ class Recipe:
         _check_seed("seed", self.seed)
 
 
-def _check_integer(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-
-
 def _check_counts(config: Any, *names: str) -> None:
     """Counts of epochs, columns, steps: positive integers that any tensor of indices can hold."""
     for name in names:
         value = getattr(config, name)
-        _check_integer(name, value)
+        check_positive(**{name: value})
         if value >= 2**31:
             raise ValueError(f"{name} must be below 2**31, got {value}")
 

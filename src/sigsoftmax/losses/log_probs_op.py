@@ -1,4 +1,7 @@
-"""Log-probabilities of every class as one differentiable operation, lowered and run as losses are (``op``)."""
+"""Log-probabilities of every class as one differentiable operation, lowered and run as losses are (``op``).
+
+Shapes: N tokens, K components, V classes.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Statistics of tokens as one differentiable operation, lowered and run as losses are (``op``).
 
 All statistics are columns of one result, so that they have one incoming gradient; logits are computed again for it.
+
+Shapes: N tokens, K components, V classes, T likeliest classes, C columns of numbers, I of classes.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ def statistics(spec: StatisticsSpec, operands: Operands) -> TokenStatistics:
             results = plain_statistics(problem, operands)
         else:
             results = _op.op(*_op.pack(spec, operands, problem.signature, backend))[:2]
-        return _named(problem, _arithmetic(problem).groups(results[0]), results[1])
+        return _named(problem, StatisticsArithmetic(problem).groups(results[0]), results[1])
     lowered = lower(spec, signature_of(operands))
     problem = lowered.problem
     if lowered.path is None:
         if operands.target is not None and not torch_internals.is_wrapped(operands.target):
             value_checks.check_target(problem.target(operands), problem.num_classes, spec.ignore_index)
         values_NC, indices_NI = plain_statistics(problem, operands)
-        return _named(problem, _arithmetic(problem).groups(values_NC), indices_NI)
+        return _named(problem, StatisticsArithmetic(problem).groups(values_NC), indices_NI)
     if problem.wanted.any:
         # Each group is a result of its own, so that it is known which of them a loss depends on.
         *groups, indices_NI = torch_internals.apply_eagerly(
@@ -53,29 +55,23 @@ def statistics(spec: StatisticsSpec, operands: Operands) -> TokenStatistics:
 def _compute(lowered: Lowered, operands: Operands) -> tuple[Tensor, ...]:
     values_NC, indices_NI = lowered.path.compute(operands)
     # Not views of one tensor, which could not be changed in place.
-    return *(group.clone() for group in _arithmetic(lowered.problem).groups(values_NC)), indices_NI
+    return *(group.clone() for group in StatisticsArithmetic(lowered.problem).groups(values_NC)), indices_NI
 
 
 def _gradients(lowered: Lowered, operands: Operands, *by_groups: Tensor | None) -> Gradients:
     if any(by is not None and is_traced(by) for by in by_groups):
-        by_statistics_NC = _arithmetic(lowered.problem).joined(by_groups)
+        by_statistics_NC = StatisticsArithmetic(lowered.problem).joined(by_groups)
         return _op.gradients(lowered.problem, operands, by_statistics_NC)
     gradients: Gradients = lowered.path.gradients(operands, by_groups)
     return gradients
 
 
-def _arithmetic(problem: Problem[StatisticsSpec]) -> StatisticsArithmetic:
-    has_target = problem.signature.operands.target is not None
-    return StatisticsArithmetic(problem.spec, problem.components, has_target=has_target)
-
-
 def _named(problem: Problem[StatisticsSpec], groups: Sequence[Tensor], indices_NI: Tensor) -> TokenStatistics:
     """Groups of columns by their names and in the leading dimensions."""
     spec, leading = problem.spec, problem.leading
-    has_target = problem.signature.operands.target is not None
     at_target_N1, entropy_N1, normalizer_NK, largest_NT = groups
     return TokenStatistics(
-        at_target_N1.reshape(leading) if has_target else None,
+        None if problem.signature.operands.target is None else at_target_N1.reshape(leading),
         entropy_N1.reshape(leading) if spec.entropy else None,
         normalizer_NK.reshape(leading if spec.prior is None else (*leading, problem.components)),
         largest_NT.reshape(*leading, spec.topk) if spec.topk else None,

@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Gap:
-    """By how much the second sample's mean lies below the first's."""
+    """The distance of the second sample's mean below the first's."""
 
     first: Sample
     second: Sample
@@ -85,7 +85,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """By how much one thing lies above another on the same seeds, with Student's interval of the mean."""
+    """The distance of one thing above another on the same seeds, with Student's interval of the mean."""
 
     seeds: tuple[int, ...]
     sample: Sample
@@ -112,7 +112,7 @@ class PairedDifference:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """None with fewer pairs than an interval is given for."""
+        """The interval of the mean difference; None with fewer pairs than an interval is given for."""
         return self.sample.interval(self.confidence)
 
     @property

@@ -278,7 +278,7 @@ def threshold_line(x: Sequence[float], height: float, label: str, *, keys: tuple
 
 
 def thinned(values: Sequence[T], most: int) -> list[T]:
-    """At most about so many of the values: evenly spaced, with both ends."""
+    """Evenly spaced values, at most about so many of them, with both ends."""
     last = len(values) - 1
     places = range(last + 1) if last < most else sorted({round(i * last / (most - 1)) for i in range(most)})
     return [values[place] for place in places]

@@ -1,4 +1,4 @@
-"""From paths to typed payloads, with everything that could not be read kept for the page to show."""
+"""Loading of typed payloads from paths; everything that could not be read is kept for the page to show."""
 
 from __future__ import annotations
 

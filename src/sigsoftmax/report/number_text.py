@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.statistics import Sample
@@ -14,8 +14,10 @@ __all__ = [
     "NO_BREAK",
     "TIMES",
     "count_text",
+    "counted",
     "interval_text",
     "listed",
+    "names_text",
     "number_text",
     "range_text",
     "sample_text",
@@ -23,6 +25,8 @@ __all__ = [
     "sentence",
     "signed_text",
     "size_text",
+    "width_text",
+    "yes_or_no",
 ]
 
 DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
@@ -34,6 +38,21 @@ SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 def sentence(text: str) -> str:
     """The text with a capital at the beginning."""
     return text[:1].upper() + text[1:]
+
+
+def counted(number: float, what: str) -> str:
+    """``1 seed`` or ``3 seeds``."""
+    return f"{number:g} {what}{'' if number == 1 else 's'}"
+
+
+def names_text(names: Sequence[str], last: str = "and") -> str:
+    """Names with commas between, and a word before the last."""
+    return f" {last} ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def yes_or_no(answer: bool | None) -> str:
+    """An answer in a cell, or a dash where there is none."""
+    return DASH if answer is None else "yes" if answer else "no"
 
 
 def number_text(value: float | None, digits: int = 4) -> str:
@@ -61,13 +80,13 @@ def sample_text(sample: Sample | None, decimals: int = 2) -> str:
 
 
 def interval_text(ends: tuple[float, float], form: str) -> str:
-    """In brackets that stay on one line."""
+    """Both ends of an interval, in brackets that stay on one line."""
     low, high = (format(end, form).replace("-", MINUS) for end in ends)
     return f"({low}{NO_BREAK}to{NO_BREAK}{high})"
 
 
 def listed(items: Sequence[str], most: int = 8) -> str:
-    """With semicolons between; of many, how many more there are."""
+    """The items with semicolons between; of many only the first, and how many more there are."""
     shown = list(items) if len(items) <= most else [*items[: most - 1], f"and {len(items) - most + 1} more"]
     return "; ".join(shown)
 
@@ -88,6 +107,13 @@ def range_text(values: Iterable[int | None]) -> str:
 
 def size_text(rows: int, columns: int | None) -> str:
     return f"{rows:,} {TIMES} {count_text(columns)}"
+
+
+def width_text(width: float, fitted: Collection[int]) -> str:
+    """The softmax width of equal KL, which may lie outside those that were fitted; a dash where it is not known."""
+    if math.isnan(width) or not fitted:
+        return DASH
+    return f"d < {min(fitted)}" if width == 0.0 else f"d > {max(fitted)}" if math.isinf(width) else f"d = {width:.1f}"
 
 
 def seconds_text(seconds: float | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sigsoftmax.records import Environment
 from sigsoftmax.report.markup import Markup, tag
+from sigsoftmax.report.number_text import counted
 
 __all__ = ["Origin", "made_by", "origins"]
 
@@ -31,8 +32,7 @@ class Origin:
 
 
 def place_text(where: Environment) -> str:
-    threads = f"{where.threads} thread{'s' if where.threads != 1 else ''}"
-    return f"{where.device} ({where.system}, {threads})"
+    return f"{where.device} ({where.system}, {counted(where.threads, 'thread')})"
 
 
 def origins(environments: Iterable[Environment]) -> list[Origin]:

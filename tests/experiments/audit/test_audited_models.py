@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import sigsoftmax
-from sigsoftmax.experiments.audit.audited_models import kind_of, open_arrays, open_matrix, read_text, sample_rows
+from sigsoftmax.analysis.head_weights import sample_rows
+from sigsoftmax.experiments.audit.audited_models import kind_of, open_arrays, open_matrix, read_text
 from sigsoftmax.lm.saving import checkpoints
 
 GENERATOR = np.random.default_rng(0)
@@ -222,10 +223,3 @@ def test_arrays_of_objects(tmp_path):
     np.savez(tmp_path / "a.npz", H=np.array([None, 1], dtype=object), W=W)
     with pytest.raises(ValueError, match="holds arrays of Python objects; store arrays of numbers"):
         open_arrays(str(tmp_path / "a.npz"), memory=MEMORY)
-
-
-def test_samples_are_sorted_distinct_and_the_same_for_files_of_equal_length():
-    rows = sample_rows(100, 30, 5)
-    assert torch.equal(rows, rows.unique())
-    assert torch.equal(rows, sample_rows(100, 30, 5))
-    assert sample_rows(10, 30, 5).tolist() == list(range(10))

@@ -257,6 +257,15 @@ def test_the_model_survives_an_interruption(model, statistics):
     assert evaluator.results()[0].loss == adapt(model, statistics, TEXT, RATES).loss
 
 
+def test_a_run_on_a_cpu_asks_for_no_stream(model, monkeypatch):
+    def refuse(stream):
+        raise AssertionError("it would initialise CUDA")
+
+    monkeypatch.setattr(torch.cuda, "stream", refuse)
+    statistics = GradientStatistics.of(model, TRAIN, CONFIG)
+    assert adapt(model, statistics, TEXT, RATES, limit=2).tokens
+
+
 def test_a_run_that_diverges_says_where_and_changes_nothing(model, statistics):
     weights = weights_of(model)
     evaluator = DynamicEvaluator(model, statistics, TEXT, split="valid")

@@ -3,7 +3,7 @@
 What was finished stays in :class:`Findings` whatever happens to the rest, so that an audit that is interrupted, or that
 cannot do one of its parts, still says what it knows.
 
-Shapes: N contexts, V vocabulary.
+Shapes: N contexts, K components, V vocabulary, d width.
 """
 
 from __future__ import annotations

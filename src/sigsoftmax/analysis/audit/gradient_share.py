@@ -4,7 +4,7 @@ The gradient of the loss by the logits is a vector g of V numbers; what goes on 
 numbers. The part of g that is orthogonal to the columns of W is lost on the way: no change of h can follow it. Its
 share is 1 - ||P_W g||^2 / ||g||^2, with P_W the projector on the columns of W. Gradients by W itself are not concerned.
 
-Shapes: N contexts, K components, V vocabulary, d width.
+Shapes: N contexts, K components, V vocabulary, C tokens of a part of it, d width.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ above the least KL that a softmax of width k with a class bias reaches on these 
 log-probabilities are not nats. For the output of a softmax of width d it is 0 from k = d on, which says nothing about
 what the softmax costs.
 
-Shapes: N contexts, V vocabulary.
+Shapes: N contexts, V vocabulary, C tokens of a part of it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ The loss is the weighted mean over contexts of KL(P || Q). Its gradient by the l
 serves the few parameters of phi alone. What phi is stays in ``family``. Nothing is learned or generalised here: the
 least KL is what the head *can* express.
 
-Shapes: N contexts, V vocabulary, K components, d width. A point of the search is one flat float64 vector; ``Parts`` are
-its views.
+Shapes: N contexts, V vocabulary, K components, R = N K rows, d width, e = d + 1 with the class bias. A point of the
+search is one flat float64 vector; ``Parts`` are its views.
 """
 
 from __future__ import annotations

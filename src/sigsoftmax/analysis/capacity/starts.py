@@ -3,6 +3,8 @@
 A head contains another when its parameters can be chosen so that it makes the same distributions, exactly or as a
 limit. A contained solution is carried over in two ways: exactly, as a point that only has to be evaluated and by
 which containment holds whatever the optimiser does, and disturbed, as a start that can leave it.
+
+Shapes: N contexts, V vocabulary, K components, R = N K rows, d width, e = d + 1 with the class bias.
 """
 
 from __future__ import annotations

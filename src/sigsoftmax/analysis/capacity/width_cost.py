@@ -21,6 +21,7 @@ from torch import Tensor
 from sigsoftmax.analysis.capacity.curves import SOFTMAX, CapacityConfig, Progress, capacity_curves
 from sigsoftmax.analysis.capacity.distributions import Distributions
 from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
+from sigsoftmax.analysis.head_weights import sample_rows
 from sigsoftmax.records.schemas.audits import HeadAtWidth
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.synthetic import row_kl
@@ -38,7 +39,7 @@ def restricted(
     if contexts < 1 or vocabulary < 2:
         raise ValueError(f"a fit needs at least 1 context and 2 tokens, got {contexts} and {vocabulary}")
     available, all_tokens = log_p_NV.shape
-    chosen = torch.randperm(available, generator=torch.Generator().manual_seed(seed))[:contexts].sort().values
+    chosen = sample_rows(available, contexts, seed)
     # Contexts with the same distribution have the same best h: one of them serves for all.
     log_p_NV, times_N = torch.unique(log_p_NV[chosen].to(torch.float64), dim=0, return_counts=True)
     weights_N = times_N.to(torch.float64) / times_N.sum()

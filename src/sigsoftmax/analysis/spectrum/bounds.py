@@ -8,8 +8,8 @@ rounded: some contexts are computed with more precision as well, and what they d
 From above: for a linear phi, log f = h W^T + bias - a number per context has rank at most d + 1, with a bias d + 2. For
 any other phi or a mixture theory knows no bound but the number of different rows of W and of different contexts.
 
-Shapes: N contexts, V vocabulary, B contexts that are read at once, R contexts and C tokens of the block, K components,
-d width.
+Shapes: N contexts, V vocabulary, B contexts that are read at once, R contexts and C tokens of the block, S contexts
+that are computed in two dtypes, K components, d width.
 """
 
 from __future__ import annotations

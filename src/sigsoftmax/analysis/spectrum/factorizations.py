@@ -7,7 +7,8 @@ length is summed up in V x V numbers, or N x N where contexts are fewer.
 A QR factorisation is good to float64's own precision. The factor R of [R; block] has the singular values of all rows
 before, so that R of V x V takes their place. No squares are formed: what is lost is about 1e-15 of the largest value.
 
-Shapes: N contexts, V vocabulary, B contexts of a block, R = min(N, V) singular values, the largest first.
+Shapes: N contexts, V vocabulary, B contexts of a block, C columns of a factor, R = min(N, V) singular values,
+the largest first.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PANELS = 8
 MOST_STACKED = 2**31 - 1
 """entries of a matrix that every LAPACK and cuSOLVER can index"""
 DAMPING = 1e-3
-"""of the mean diagonal entry of a matrix that is inverted"""
+"""added to the diagonal of a matrix that is inverted, relative to the mean of its entries"""
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -138,11 +139,11 @@ def exact_values(matrix: Tensor, contexts: int | None = None) -> SingularValues:
     return SingularValues(values_R, "svd", value_error=error)
 
 
-def add_product(gram_NN: Tensor, factor_NK: Tensor) -> None:
+def add_product(gram_NN: Tensor, factor_NC: Tensor) -> None:
     """gram += factor factor^T, in place, in the upper triangle and a little below it."""
     step = -(-len(gram_NN) // PANELS)
     for first in range(0, len(gram_NN), step):
-        gram_NN[first : first + step, first:].addmm_(factor_NK[first : first + step], factor_NK[first:].T)
+        gram_NN[first : first + step, first:].addmm_(factor_NC[first : first + step], factor_NC[first:].T)
 
 
 def damped_inverse(gram: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from sigsoftmax.analysis.spectrum.matrix_readers import Block, MatrixReader, che
 from sigsoftmax.records.envelope import from_plain
 from sigsoftmax.records.parsing import parse_json
 
-__all__ = ["as_reader", "from_file"]
+__all__ = ["as_reader", "from_file", "read_npy_header"]
 
 Truncated = Literal["raise", "keep"]
 
@@ -156,11 +156,16 @@ def _check_matrix(path: Path, shape: tuple[int, ...]) -> None:
 # --- numpy ----------------------------------------------------------------------------------------------------------
 
 
+def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """The shape of an array, its order (True: columns first) and its dtype; ValueError where there is no header."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(file)
+
+
 def _npy_header(path: Path, file: IO[bytes]) -> StoredMatrix:
     try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran_order, kind = read(file)
+        shape, fortran_order, kind = read_npy_header(file)
     except ValueError as error:
         raise ValueError(f"{path} is not a .npy file, or is cut off in its header: {error!s:.200}") from None
     for dtype in (torch.float64, torch.float32, torch.float16):

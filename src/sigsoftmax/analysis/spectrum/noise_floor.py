@@ -1,6 +1,8 @@
 """Estimated errors of singular values, of which the noise floor of a rank is made.
 
 ``Spectrum.noise_floor`` in ``records.schemas.spectra`` puts them together; below it nothing can be counted.
+
+Shapes: R singular values.
 """
 
 from __future__ import annotations

@@ -10,10 +10,8 @@ from typing import NamedTuple
 import torch
 
 from sigsoftmax.backends.chunked.matmul import rounded_up
-from sigsoftmax.contract.problem import Problem
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
-
-AnyProblem = Problem[LossSpec] | Problem[LogProbsSpec] | Problem[StatisticsSpec]
+from sigsoftmax.contract.problem import AnyProblem
+from sigsoftmax.contract.spec import LossSpec
 
 
 def row_alignment(device: torch.device) -> int:

@@ -62,7 +62,7 @@ class FormRows:
         self.backpropagate(logits_RV, phi_gradient(f_RV, targets, coefficients), out_RV)
 
     def backpropagate(self, logits_RV: Tensor, by_phi_RV: Tensor, out_RV: Tensor) -> None:
-        """From dL/dphi of every element to dL/dz and the arguments; a mask has slope 1 and no parameters."""
+        """Write dL/dz given dL/dphi of every element, and sum dL/dargument; a mask has slope 1 and no parameters."""
         z, masked, peak = normalizing.with_peaks(
             logits_RV.to(self.dtype), self.form, self.arguments, is_increasing=self.is_increasing
         )

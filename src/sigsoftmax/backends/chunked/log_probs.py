@@ -15,9 +15,9 @@ from torch import Tensor
 from sigsoftmax.backends.chunked.form_rows import FormRows
 from sigsoftmax.backends.chunked.logits import LogitsProvider
 from sigsoftmax.backends.chunked.mixture import MixtureBlock
-from sigsoftmax.backends.chunked.path import ChunkedPath, Prior, Spec
+from sigsoftmax.backends.chunked.path import ChunkedPath, Prior
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import LogProbsResults, Problem
+from sigsoftmax.contract.problem import LogProbsResults, Problem, Spec
 from sigsoftmax.contract.rows import Logarithms, compute_dtype
 from sigsoftmax.contract.spec import LogProbsSpec
 from sigsoftmax.contract.statistics import LogProbsGradient

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigsoftmax.backends.chunked import chunk_plan, matmul
-from sigsoftmax.backends.chunked.chunk_plan import AnyProblem
 from sigsoftmax.backends.chunked.matmul import rounded_up
 from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.operands import Operands
+from sigsoftmax.contract.problem import AnyProblem
 from sigsoftmax.contract.rows import MASK, compute_dtype
 
 FEWEST_CHUNKS_OF_A_COPY = 3

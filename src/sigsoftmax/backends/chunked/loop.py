@@ -184,7 +184,7 @@ class LossLoop:
     # A mixture whose loss or extras need the mixed probability of every class.
 
     def _mixed_rows(self, blocks: Sequence[Block]) -> None:
-        """Up to three rounds over the blocks: normalisers of whole rows, sums over classes, the gradient."""
+        """Pass over the blocks up to three times, for normalisers of whole rows, sums over classes and the gradient."""
         combined = self.rows.normalizers(self.routines, blocks)
         normalizer_R = None if combined is None or combined.gap is None else combined.stats.normalizer - combined.gap
         only = [self._mixed(blocks[0], normalizer_R)] if len(blocks) == 1 else None

@@ -41,7 +41,7 @@ class MixtureBlock:
         self.log_p = Logarithms(floored(self.exact_log_p_nV, floor, self.unit), self.unit)
 
     def by_log_f(self, by_log_p_nV: Tensor) -> Tensor:
-        """From dL/dlog P to dL/dlog f of every component, (n, K, V); its sum over all classes is dL/dlog prior."""
+        """dL/dlog f of every component, (n, K, V), given dL/dlog P; its sum over all classes is dL/dlog prior."""
         if self.floor:
             by_log_p_nV = by_log_p_nV * torch.exp((self.exact_log_p_nV - self.log_p.multiples) * self.unit)
         responsibility = torch.exp((self.joint_nKV - self.exact_log_p_nV.unsqueeze(1)) * self.unit)
@@ -51,7 +51,7 @@ class MixtureBlock:
     def backpropagate(
         self, by_log_f_nKV: Tensor, minus_by_normalizer_nK: Tensor, unused_n1: Tensor | None, out_RV: Tensor
     ) -> None:
-        """From dL/dlog f, and minus dL/dnormaliser of whole rows, to dL/dlogits, written to ``out_RV``."""
+        """Write dL/dlogits to ``out_RV``, given dL/dlog f, and minus dL/dnormaliser of whole rows."""
         by_phi = by_log_f_nKV - self.log_f.values.exp_() * minus_by_normalizer_nK.unsqueeze(-1)
         if unused_n1 is not None:
             by_phi.masked_fill_(unused_n1.unsqueeze(-1), 0.0)

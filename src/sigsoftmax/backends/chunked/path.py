@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from sigsoftmax.backends import hugepages
-from sigsoftmax.backends.chunked.chunk_plan import AnyProblem, plan_chunks
+from sigsoftmax.backends.chunked.chunk_plan import plan_chunks
 from sigsoftmax.backends.chunked.form_rows import FormRows
 from sigsoftmax.backends.chunked.logits import GivenLogits, LinearLogits, LogitsProvider
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import MIB, Problem
+from sigsoftmax.contract.problem import MIB, AnyProblem, Problem, Spec
 from sigsoftmax.contract.rows import Logarithms
-from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, MemberSpec, StatisticsSpec
-
-Spec = TypeVar("Spec", LossSpec, LogProbsSpec, StatisticsSpec)
+from sigsoftmax.contract.spec import MemberSpec
 
 
 class Prior:

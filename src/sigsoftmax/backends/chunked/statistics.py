@@ -4,7 +4,7 @@ The log-probabilities of every class exist for a block of rows at a time, and so
 computes too is left to it, since its rows are faster: the values without likeliest classes, and the gradient of
 log-probabilities of targets alone.
 
-Shapes: N tokens, K components, V classes, C columns of statistics, I columns of likeliest classes.
+Shapes: N tokens, n of a block, K components, V classes, C columns of statistics, I columns of likeliest classes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ class ChunkedStatistics(EveryClassPath[StatisticsSpec]):
 
     def __init__(self, problem: Problem[StatisticsSpec], lower_loss: LowerLoss) -> None:
         super().__init__(problem, ROWS)
-        has_target = problem.signature.operands.target is not None
-        self.arithmetic = StatisticsArithmetic(problem.spec, problem.components, has_target=has_target)
+        self.arithmetic = StatisticsArithmetic(problem)
         self.values: LossPath | None = None
         """a loss whose extras are all that is asked for"""
         self.log_probs: LossPath | None = None
         """a loss that has the gradient of the log-probabilities of targets"""
-        if has_target and problem.spec.temperature == 1.0:
+        if self.arithmetic.has_target and problem.spec.temperature == 1.0:
             self.log_probs = self._loss(lower_loss, None)
             if self.log_probs is not None:
                 self.description += f"; log-probabilities alone as {self.log_probs.description}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
 from sigsoftmax.backends.chunked.logits import LinearLogits
 from sigsoftmax.backends.chunked.loss import ChunkedLoss
-from sigsoftmax.backends.chunked.path import ChunkedPath, Prior, Spec
+from sigsoftmax.backends.chunked.path import ChunkedPath, Prior
 from sigsoftmax.backends.triton import per_class_gradients, priors
 from sigsoftmax.backends.triton.kernels import formulas
 from sigsoftmax.backends.triton.kernels.token_losses import mixture_log_probs_kernel
@@ -25,7 +25,7 @@ from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
 from sigsoftmax.backends.triton.scaling import Scaling
 from sigsoftmax.backends.triton.tuning import mixture_shape, row_parts
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import LogProbsResults, Problem
+from sigsoftmax.contract.problem import LogProbsResults, Problem, Spec
 from sigsoftmax.contract.rows import RowTargets
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
 

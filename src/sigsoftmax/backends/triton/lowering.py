@@ -10,11 +10,10 @@ import os
 
 import torch
 
-from sigsoftmax.backends.chunked.chunk_plan import AnyProblem
 from sigsoftmax.backends.chunked.log_probs import ChunkedLogProbs
 from sigsoftmax.backends.chunked.statistics import ChunkedStatistics
 from sigsoftmax.contract.devices import has_triton
-from sigsoftmax.contract.problem import LogProbsPath, LossPath, Problem, Refusal, StatisticsPath
+from sigsoftmax.contract.problem import AnyProblem, LogProbsPath, LossPath, Problem, Refusal, StatisticsPath
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec, StatisticsSpec
 
 

@@ -1,6 +1,6 @@
 """Gradients with an element per class, each a sum over rows in a fixed order: of a bias, and of a shift per class.
 
-Shapes: R rows, V classes.
+Shapes: R rows, P parts of them, V classes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Blocks are added up as the parts of several processes are (``chunked.sharded_statistics``).
 
-Shapes: R rows.
+Shapes: R rows, V classes of a block.
 """
 
 from __future__ import annotations

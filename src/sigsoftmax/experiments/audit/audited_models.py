@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from sigsoftmax._version import install_extra
-from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
+from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, sample_rows
 from sigsoftmax.analysis.spectrum.entry_checks import dtype_name
+from sigsoftmax.analysis.spectrum.matrix_files import read_npy_header
 from sigsoftmax.experiments.distribution_sources import StoredDistributions
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.saving.checkpoints import VERSION_KEY
 from sigsoftmax.records.schemas.audits import LayerDescription
 
-__all__ = ["AuditedModel", "Progress", "kind_of", "open_arrays", "open_matrix", "read_text", "sample_rows"]
+__all__ = ["AuditedModel", "Progress", "kind_of", "open_arrays", "open_matrix", "read_text"]
 
 Progress = Callable[[str], None]
 
@@ -117,13 +118,6 @@ def _is_checkpoint(path: Path) -> bool:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return VERSION_KEY.encode() in file.read(min(length, path.stat().st_size))
-
-
-def sample_rows(total: int, count: int, seed: int) -> Tensor:
-    """Rows that a sample takes, the same for every file of so many rows, so that files can be compared row by row."""
-    if count >= total:
-        return torch.arange(total)
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count].sort().values
 
 
 def read_text(path: Path) -> str:
@@ -285,7 +279,5 @@ def _claimed_bytes(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> int:
         if file.read(6) != b"\x93NUMPY":
             return 0
     with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, kind = read(file)
+        shape, _, kind = read_npy_header(file)
     return math.prod(shape) * kind.itemsize

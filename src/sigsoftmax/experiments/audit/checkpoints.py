@@ -3,7 +3,8 @@
 Contexts are those of the model's own test text, or of another text in its vocabulary. A model that learned a language
 whose truth is known brings its target with it.
 
-Shapes: L tokens of a text, T positions of a window, N contexts, K components, V vocabulary, d width.
+Shapes: L tokens of a text, R rows of its only column, T positions of a window, N contexts, K components, V vocabulary,
+d width.
 """
 
 from __future__ import annotations

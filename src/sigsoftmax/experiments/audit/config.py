@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sigsoftmax.analysis.audit.findings import AuditSettings
 from sigsoftmax.experiments.fitted_heads import fitted_heads
+from sigsoftmax.experiments.runs.run import check_out
 from sigsoftmax.family.heads import Head
 from sigsoftmax.lm.training.trainer import resolve_device
 
@@ -90,8 +91,7 @@ class AuditConfig:
             raise ValueError(f"widths must be positive, got {', '.join(map(str, self.widths))}")
         if self.text is not None and not self.text.is_file():
             raise ValueError(f"no text at {self.text}; --text names a file in UTF-8")
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"the output folder {self.out} is a file; choose another with --out")
+        check_out(self.out)
         fitted_heads(self.heads)
         if self.function is not None:
             Head.parse(self.function, allow_options=True)

@@ -55,7 +55,7 @@ SAYINGS = (
 
 
 def generated_text(words: int, seed: int = 0) -> str:
-    """At least so many words, in sentences and paragraphs; the same for the same seed."""
+    """A text of at least so many words, in sentences and paragraphs; the same for the same seed."""
     draw = random.Random(seed)
     paragraphs: list[str] = []
     written = 0

@@ -3,7 +3,7 @@
 Hidden vectors are taken where they enter the output layer, by a hook, so that whatever a model does before it is done.
 The hook hands on one position alone, so that the logits of a text are never computed. This module needs transformers.
 
-Shapes: B windows, L tokens of a window, N contexts, V vocabulary, d width.
+Shapes: B windows, L tokens of a window, R rows of all windows, N contexts, V vocabulary, d width.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class HuggingFaceModel:
     def windows(
         self, text: str | None, count: int, *, window: int, seed: int, text_name: str = "the given text"
     ) -> Windows:
-        """At most so many contexts of a text, from windows spread evenly over it."""
+        """Windows spread evenly over a text, for at most so many contexts."""
         config = self.model.config.get_text_config()
         limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions")]
         length = min([window, *(limit for limit in limits if isinstance(limit, int) and limit > 1)])

@@ -28,13 +28,13 @@ from sigsoftmax.analysis.audit.truncation import truncation_widths
 from sigsoftmax.analysis.capacity.curves import CapacityConfig
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.capacity.width_cost import heads_at_width, least_kl, mean_kl, restricted, widths_that_bind
+from sigsoftmax.analysis.head_weights import sample_rows
 from sigsoftmax.experiments.audit.audited_models import (
     AuditedModel,
     kind_of,
     open_arrays,
     open_matrix,
     read_text,
-    sample_rows,
 )
 from sigsoftmax.experiments.audit.checkpoints import open_checkpoint
 from sigsoftmax.experiments.audit.config import AuditConfig

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sigsoftmax.experiments.display import counted
 from sigsoftmax.experiments.reproduce.run_times import RunTimes
 from sigsoftmax.experiments.runs import evaluate
 from sigsoftmax.experiments.runs.dynamic import known_runs
@@ -19,6 +18,7 @@ from sigsoftmax.lm.training.nt_asgd import NonMonotonicTrigger
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.published import paper
 from sigsoftmax.records.published.paper import PublishedTable, Stage
+from sigsoftmax.report.number_text import counted
 
 __all__ = ["Left", "Step", "describe_plan", "power_lines", "steps_of"]
 
@@ -148,7 +148,7 @@ def _disk(runs: Sequence[Run], times: Mapping[str, RunTimes], out: Path) -> str:
 
 
 def power_lines(table: PublishedTable, corpus: str, heads: Sequence[str], seeds: int) -> list[str]:
-    """For each gap of the paper on test text: the seeds that would find it, at the paper's spread."""
+    """A line for each gap of the paper on test text: the seeds that would find it, at the paper's spread."""
     stages: tuple[Stage, ...] = table.stages or ("finetuned",)
     lines = []
     for first, second in [pair for pair in PAIRS if set(pair) <= set(heads)]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -27,6 +27,7 @@ from sigsoftmax.lm.dynamic.search import grid
 from sigsoftmax.lm.dynamic.windows import window_count
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.memory import check_model_fits
+from sigsoftmax.lm.training.capture import new_stream, on_stream
 from sigsoftmax.lm.training.evaluation import WINDOW, Evaluator
 from sigsoftmax.lm.training.nt_asgd import AveragedSgd
 from sigsoftmax.lm.training.precision import check_precision, resolve_evaluation_precision
@@ -91,7 +92,7 @@ class _Training:
 
 
 def measure_epochs(recipe: Recipe, corpus: Corpus, resources: Resources) -> EpochTimes:
-    """From a few updates: seconds where an update takes that long, else less than one."""
+    """The seconds of an epoch, from a few updates: they take less than one, unless an update takes as long."""
     device = resolve_device(resources.device)
     with _threads_of_a_run(resources, device) as sharing:
         training = _measured_training(recipe, corpus, resources, device, sharing)
@@ -103,7 +104,7 @@ def measure_epochs(recipe: Recipe, corpus: Corpus, resources: Resources) -> Epoc
 
 
 def measure_times(recipe: Recipe, corpus: Corpus, resources: Resources) -> RunTimes:
-    """Takes some seconds, more where an update does."""
+    """The seconds of the parts of a run. Measuring takes some seconds, more where an update does."""
     device = resolve_device(resources.device)
     with _threads_of_a_run(resources, device) as sharing:
         training = _measured_training(recipe, corpus, resources, device, sharing)
@@ -184,8 +185,8 @@ class _Probe:
 
     def __init__(self, recipe: Recipe, corpus: Corpus, resources: Resources, device: torch.device) -> None:
         config = recipe.training
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        with _on(self._stream):
+        self._stream = new_stream(device)
+        with on_stream(self._stream):
             check_model_fits(recipe.model, len(corpus.vocabulary), device, is_trained=True)
             self.model = LanguageModel(recipe.model, len(corpus.vocabulary), seed=recipe.seed).to(device)
             self.model.stack.recurrence.concurrent_runs = resources.at_once
@@ -203,7 +204,7 @@ class _Probe:
             self._updater.begin_epoch()
 
     def step(self) -> None:
-        with _on(self._stream):
+        with on_stream(self._stream):
             if not self._left:
                 self._updater.begin_epoch()
                 self._left = self._steps
@@ -211,16 +212,12 @@ class _Probe:
             self._left -= 1
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
 def _evaluation_seconds(model: LanguageModel, ids_L: Tensor, batch: int, resources: Resources) -> float:
     """Seconds of one static evaluation of a text in that many columns, from its first windows."""
     device = model.embedding.device
     text_RB = batchify(ids_L, batch)
     windows = -(-(text_RB.shape[0] - 1) // WINDOW)
-    with _on(torch.cuda.Stream(device) if device.type == "cuda" else None):
+    with on_stream(new_stream(device)):
         precision = resolve_evaluation_precision(resources.evaluation_precision, device)
         evaluator = Evaluator(model, text_RB, precision=precision)
         few = min(windows, 4)

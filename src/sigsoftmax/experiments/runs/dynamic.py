@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sigsoftmax.experiments.display import Pace, Say, counted, perplexity_text
+from sigsoftmax.experiments.display import Pace, Say, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, checkpoint_file, measured_on, run_folder, text_of
 from sigsoftmax.lm.config import DynamicEvaluationConfig
@@ -20,6 +20,7 @@ from sigsoftmax.lm.training.trainer import resolve_device
 from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.training import DynamicEvaluationRecord
+from sigsoftmax.report.number_text import counted
 
 __all__ = ["DynamicConfig", "known_runs", "points_at_once", "run", "search_grid"]
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sigsoftmax.experiments.display import Say, counted, perplexity_text
+from sigsoftmax.experiments.display import Say, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, Run, checkpoint_file, measured_on, run_folder, text_of
 from sigsoftmax.lm.config import Precision
@@ -20,6 +20,7 @@ from sigsoftmax.lm.training.precision import resolve_evaluation_precision
 from sigsoftmax.lm.training.trainer import resolve_device
 from sigsoftmax.records import Environment, Record, append
 from sigsoftmax.records.schemas.training import EvaluationRecord
+from sigsoftmax.report.number_text import counted
 
 __all__ = ["EvaluateConfig", "evaluate_best", "evaluation_line", "run"]
 

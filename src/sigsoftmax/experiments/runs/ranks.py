@@ -2,7 +2,7 @@
 
 The matrix holds the log-probabilities of the whole vocabulary at every position of the text.
 
-Shapes: L tokens of a text, T positions of a block, V vocabulary.
+Shapes: L tokens of a text, R rows of its only column, T positions of a block, V vocabulary.
 """
 
 from __future__ import annotations

@@ -34,13 +34,13 @@ from typing import Any, TextIO, cast
 import torch
 
 from sigsoftmax._version import install_extra
-from sigsoftmax.experiments.display import counted
 from sigsoftmax.experiments.runs.executors import After, Failed, R, T, train_alone
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.corpus_files import DATA_VARIABLE
 from sigsoftmax.lm.training.interruption import SoftStop
+from sigsoftmax.report.number_text import counted
 
 __all__ = [
     "Place",

@@ -13,7 +13,7 @@ import torch
 from sigsoftmax.lm.config import Recipe, TrainingConfig
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.published_corpora import PUBLISHED
-from sigsoftmax.lm.parallel.single_process import KINDS, Kind
+from sigsoftmax.lm.parallel.single_process import Kind, check_kind
 from sigsoftmax.lm.recipes import from_toml, recipe, with_overrides
 from sigsoftmax.lm.saving import checkpoints
 from sigsoftmax.lm.saving.saved_models import LoadedModel, SavedModel, check_same_corpus, load_model
@@ -68,8 +68,7 @@ class Resources:
             raise ValueError(f"at_once must be at least 1, got {self.at_once}")
         known_precision(self.precision)
         resolve_evaluation_precision(self.evaluation_precision, resolve_device(self.device))
-        if self.parallel is not None and self.parallel not in KINDS:
-            raise ValueError(f"parallel must be one of {', '.join(KINDS)}, got {self.parallel!r}")
+        check_kind(self.parallel)
 
     def corpus(self, name: str) -> Corpus:
         return Corpus.load(name, self.data)
@@ -142,7 +141,7 @@ class Measured(Payload, Protocol):
 
     @property
     def epoch(self) -> int | None:
-        """None in records of older versions"""
+        """The epoch of the weights; None in records of older versions."""
 
 
 M = TypeVar("M", bound=Measured)

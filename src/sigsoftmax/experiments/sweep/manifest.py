@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sigsoftmax.experiments.display import counted
 from sigsoftmax.experiments.sweep.plan import SweepConfig, Trial, binding_fields
 from sigsoftmax.records.atomic_write import atomic_write
 from sigsoftmax.records.envelope import from_plain
 from sigsoftmax.records.parsing import parse_json
+from sigsoftmax.report.number_text import counted
 
 __all__ = ["PLAN_FILE", "PlanChange", "keep_plan", "plan_change"]
 
@@ -78,7 +78,7 @@ def _kept(out: Path) -> dict[str, Any]:
 
 
 def _described(config: SweepConfig, trials: Sequence[Trial]) -> dict[str, Any]:
-    """By folder, all that must stay as it is."""
+    """All that must stay as it is, by the folder of each trial."""
     return {
         trial.folder.relative_to(config.out).as_posix(): {
             "recipe": binding_fields(trial.recipe),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sigsoftmax.experiments.display import Pace, Say, counted
+from sigsoftmax.experiments.display import Pace, Say
 from sigsoftmax.experiments.runs.executors import Executor, Failed
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.ray_executor import (
@@ -34,6 +34,7 @@ from sigsoftmax.lm.data.corpus_files import find
 from sigsoftmax.records import Environment, Record, store
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.sweeps import TrialRecord
+from sigsoftmax.report.number_text import counted
 
 __all__ = ["SweepConfig", "TrialsFailed", "run"]
 

@@ -55,7 +55,7 @@ def difference_text(difference: PairedDifference) -> str:
 
 
 def groups_of(trials: Sequence[Trial], records: Mapping[Trial, TrialRecord]) -> list[Group]:
-    """In the order of the plan. Trials on different texts are refused: nothing could be said about them."""
+    """The groups in the order of the plan. Trials on different texts are refused: nothing could be said about them."""
     texts: dict[str, dict[str, Trial]] = {}
     for trial, record in records.items():
         texts.setdefault(trial.recipe.corpus, {}).setdefault(record.run.corpus_checksum, trial)

@@ -5,7 +5,8 @@ backward are written out (``few_tokens``), so that gradients of matrices stay th
 forms them while it reads the weights. Everything is in the dtype of the weights: products of a few tokens in another
 precision would save nothing.
 
-Shapes: L tokens of a text, P models, T tokens of a window, V vocabulary, D embedding, H hidden of the last layer.
+Shapes: L tokens of a text, B columns (one), P models, T tokens of a window, N = P T, S parts of a sum, V vocabulary, D
+embedding, H hidden of the last layer.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sigsoftmax.lm.dynamic.few_tokens import LstmSteps, linear, linear_input_gra
 from sigsoftmax.lm.dynamic.windows import PassOptions, WindowGradients, WindowPass, trainable_copy
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over
+from sigsoftmax.lm.training.capture import new_stream, on_stream
 from sigsoftmax.lm.training.precision import arithmetic
 from sigsoftmax.losses import functional
 
@@ -101,7 +103,7 @@ class AdaptingModels(WindowPass):
         self._rates_P4 = torch.zeros(models, 4, dtype=dtype, device=device)
         self._outputs = [self._output_of(model, index) for index in range(models)]
         self._states = [LayerState(*(part[0] for part in state)) for state in model.zero_state(models, dtype)]
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = new_stream(device)
         """the stream on which layers adapt while the layers below are computed"""
         self._adapted_aside = {name for index in range(1, len(self._states)) for name in _of_layer(index)}
         """parameters that adapt as soon as their gradients are known"""
@@ -163,7 +165,7 @@ class AdaptingModels(WindowPass):
                 # Steps wait for memory, and the recurrence of the layer below for its own last step.
                 if self._side is not None:
                     self._side.wait_stream(torch.cuda.current_stream(self.device))
-                with torch.cuda.stream(self._side):
+                with on_stream(self._side):
                     self._adapt(names, gradients)
         return gradient.sum(dim=1)
 

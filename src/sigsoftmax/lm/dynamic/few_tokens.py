@@ -83,7 +83,7 @@ def lstm_gate_gradients(gradient_PSTH: Tensor, weight_PGH: Tensor, steps: LstmSt
     if kernels.run_on(weight_PGH):
         from sigsoftmax.lm.kernels import few_tokens
 
-        return few_tokens.lstm_gate_gradients(gradient_PSTH, weight_PGH, *steps)
+        return few_tokens.lstm_gate_gradients(gradient_PSTH, weight_PGH, steps.cell, steps.gates_PTG)
     gradient_PTH = gradient_PSTH.sum(dim=1)
     later = torch.zeros_like(gradient_PTH[:, 0])
     cell_gradient = torch.zeros_like(later)

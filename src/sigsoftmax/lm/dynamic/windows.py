@@ -4,7 +4,7 @@ What changes from window to window (the row, the carried state, the losses) live
 where they are, so that a window of a given length can be captured once and replayed. A pass has a stream of its own,
 so that several can share one GPU.
 
-Shapes: L tokens, R rows, B columns, W windows, P models that go over the text side by side.
+Shapes: L tokens, R rows, B columns, W windows, T tokens of a window, P models that go over the text side by side.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sigsoftmax.lm.data.windows import TextCursor, evaluation_windows
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import LayerState, carry_over
-from sigsoftmax.lm.training.capture import RepeatedCalls
+from sigsoftmax.lm.training.capture import RepeatedCalls, new_stream, on_stream
 from sigsoftmax.lm.training.precision import arithmetic, check_precision
 
 __all__ = [
@@ -172,7 +172,7 @@ class WindowPass(ABC):
         self._model, self.device, self.window = model, device, window
         self.precision: Precision = check_precision(precision, device)
         self.windows = window_count(self._rows, window, limit)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = new_stream(device)
         self._cursor = TextCursor(text_RB.to(device), window)
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._losses_WP = torch.zeros(self.windows, models, dtype=torch.float64, device=device)
@@ -251,7 +251,7 @@ class WindowPass(ABC):
         )
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)  # which does nothing for None
+        return on_stream(self._stream)
 
     def synchronize(self) -> None:
         if self._stream is not None:

@@ -311,9 +311,7 @@ def lstm(inputs_PTG: Tensor, weight_PGH: Tensor, hidden_PH: Tensor, cell_PH: Ten
     return hidden, cell, gates_PTG
 
 
-def lstm_gate_gradients(
-    gradient_PSTH: Tensor, weight_PGH: Tensor, hidden: Tensor, cell: Tensor, gates_PTG: Tensor
-) -> Tensor:
+def lstm_gate_gradients(gradient_PSTH: Tensor, weight_PGH: Tensor, cell: Tensor, gates_PTG: Tensor) -> Tensor:
     models, given_parts, tokens, width = gradient_PSTH.shape
     parts = triton.cdiv(width, UNITS)
     cell_gradient_PH = gradient_PSTH.new_empty(models, width)

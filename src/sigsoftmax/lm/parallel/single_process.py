@@ -19,7 +19,7 @@ from torch import Tensor
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.nt_asgd import joint_squares
 
-__all__ = ["KINDS", "Kind", "OwnColumns", "SingleProcessStrategy", "parallel_strategy"]
+__all__ = ["KINDS", "Kind", "OwnColumns", "SingleProcessStrategy", "check_kind", "parallel_strategy"]
 
 Kind = Literal["ddp", "fsdp", "vocabulary"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -111,13 +111,18 @@ class SingleProcessStrategy:
         return dict(whole)
 
 
+def check_kind(kind: str | None) -> None:
+    """Check that it is a known way to divide a run, or None for none."""
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"parallel must be one of {', '.join(KINDS)}, got {kind!r}")
+
+
 def parallel_strategy(model: LanguageModel, kind: Kind | None) -> SingleProcessStrategy:
     """Divide the model, in place, over the processes that torch.distributed has joined; None: one process."""
+    check_kind(kind)
     if kind is None:
         return SingleProcessStrategy(model)
     # The communication libraries take their time to be imported.
     from sigsoftmax.lm.parallel.strategies import STRATEGIES
 
-    if kind not in KINDS:
-        raise ValueError(f"parallel must be one of {', '.join(KINDS)}, got {kind!r}")
     return STRATEGIES[kind](model)

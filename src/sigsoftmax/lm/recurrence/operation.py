@@ -3,7 +3,8 @@
 The products with the input, and those of the weights' gradients, are cuBLAS calls over the whole window; only what
 cannot be done for all time steps at once is in the recurrent kernels.
 
-Shapes: T time steps, B columns, I inputs, H hidden units, P and J the padded H and I.
+Shapes: T time steps, B columns, N = T B rows, I inputs, H hidden units, P and J the padded H and I, W the width of
+padded rows.
 """
 
 from __future__ import annotations

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["RepeatedCalls", "on_stream"]
+__all__ = ["RepeatedCalls", "new_stream", "on_stream"]
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of its own on a GPU; None on other devices, which have none."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from sigsoftmax.lm.data.windows import TextCursor, evaluation_windows
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.model.recurrent import carry_over
 from sigsoftmax.lm.parallel.single_process import SingleProcessStrategy
-from sigsoftmax.lm.training.capture import RepeatedCalls, on_stream
+from sigsoftmax.lm.training.capture import RepeatedCalls, new_stream, on_stream
 from sigsoftmax.lm.training.precision import arithmetic, lstm_dtype
 
 __all__ = ["WINDOW", "Evaluation", "Evaluator", "evaluate"]
@@ -42,7 +42,7 @@ class Evaluation:
 
     @property
     def loss_over_rows(self) -> float:
-        """As the published scripts report it: they divide by the rows, one more than are scored."""
+        """The loss as the published scripts report it: they divide by the rows, one more than are scored."""
         return self.total / (self.rows * self.batch)
 
 
@@ -97,7 +97,7 @@ class Evaluator:
 def evaluate(model: LanguageModel, text_RB: Tensor, *, precision: Precision = "float32") -> Evaluation:
     """The loss of a model on a text laid out in columns."""
     # A graph cannot be captured on the default stream.
-    stream = torch.cuda.Stream(model.embedding.device) if model.embedding.is_cuda else None
+    stream = new_stream(model.embedding.device)
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(model.embedding.device))
     with on_stream(stream):

@@ -1,6 +1,8 @@
 """The state of a run: model, optimiser, position and best weights; into a checkpoint, and back.
 
 A checkpoint holds the whole run, however many processes share it, for any number of processes to go on with.
+
+Shapes: R rows, B columns.
 """
 
 from __future__ import annotations

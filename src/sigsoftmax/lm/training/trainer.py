@@ -29,7 +29,7 @@ from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.recurrence import RecurrenceFailed
 from sigsoftmax.lm.saving import checkpoints
 from sigsoftmax.lm.saving.saved_models import first_not_finite
-from sigsoftmax.lm.training.capture import on_stream
+from sigsoftmax.lm.training.capture import new_stream, on_stream
 from sigsoftmax.lm.training.evaluation import Evaluation, Evaluator
 from sigsoftmax.lm.training.interruption import OutOfTime, SoftStop
 from sigsoftmax.lm.training.options import Phase, TrainerOptions, resolve_device
@@ -59,7 +59,7 @@ class Trainer:
         )
         device = resolve_device(options.device)
         self._evaluation_precision = resolve_evaluation_precision(options.evaluation_precision, device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = new_stream(device)
         self._saved_position: str | None = None
         """position in ``last.safetensors``; None where there is none"""
         self._saved_best: int | None = None

@@ -5,7 +5,7 @@ that stay where they are, so that an update of a given length can be captured on
 
 Each of several processes has some columns: whole groups, or a part of one. All draw the masks of all groups.
 
-Shapes: R rows, B columns.
+Shapes: R rows, B columns, T time steps, H hidden of a layer.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class ReferenceCurve:
 
     @property
     def perplexities(self) -> Mapping[int, float]:
-        """By epoch."""
+        """The validation perplexity after each epoch."""
         return dict(zip(self.epochs, self.valid_perplexities, strict=True))
 
     @property

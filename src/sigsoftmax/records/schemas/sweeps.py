@@ -27,7 +27,7 @@ class TrialRecord(TrainingResult):
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifferenceRecord(MeasuredPayload):
-    """By how much a recipe lies above its baseline, seed by seed, with Student's interval of the mean."""
+    """The distance of a recipe above its baseline, seed by seed, with Student's interval of the mean."""
 
     KIND = "paired-difference"
     VERSION = 2

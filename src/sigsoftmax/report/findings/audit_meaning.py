@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from sigsoftmax.records.schemas.audits import Audit, HeadAtWidth, TargetResult, Truncation
-from sigsoftmax.report.number_text import DASH, number_text
+from sigsoftmax.report.number_text import number_text, width_text
 from sigsoftmax.report.theme import head_label, same_head
 
 __all__ = [
@@ -19,11 +19,10 @@ __all__ = [
     "kl_text",
     "meaning",
     "softmax_curve",
-    "softmax_width_text",
 ]
 
 COLLAPSED = 1e-3
-"""nats to the nearest softmax below which a bent phi is called collapsed: a perplexity of 100.1 instead of 100"""
+"""nats to the nearest softmax below which a nonlinear phi is called collapsed: a perplexity of 100.1 instead of 100"""
 FOLLOWS = 1e-3
 """nats below which a truncation follows the output"""
 ROUNDING = 1e-9
@@ -173,9 +172,10 @@ def _best_function(target: TargetResult, here: Mapping[str, HeadAtWidth]) -> lis
     if best.kl < 0.99 * softmax.kl:
         is_small = softmax.kl - best.kl < max(softmax.spread, best.spread)
         doubt = " The gain is smaller than the spread over starts: more starts or iterations would tell more."
+        width = width_text(best.softmax_width, softmax_curve(target))
         gain = (
             f"Of the functions tried {head_label(best.head)} does best at width {best.width:,} against {target.target}"
-            f": {kl_text(best.kl)} nats, worth a softmax of {softmax_width_text(best.softmax_width, target)}. That is "
+            f": {kl_text(best.kl)} nats, worth a softmax of {width}. That is "
             "what could be gained at most by changing the function; training and generalisation are not in it."
         )
         return [gain + doubt * is_small]
@@ -212,11 +212,3 @@ def compared_widths(target: TargetResult) -> set[int]:
 
 def softmax_curve(target: TargetResult) -> dict[int, float]:
     return {head.width: head.kl for head in target.heads if same_head(head.head) == "softmax"}
-
-
-def softmax_width_text(width: float, target: TargetResult) -> str:
-    """The softmax width of equal KL, which may lie outside those that were fitted."""
-    fitted = softmax_curve(target)
-    if math.isnan(width) or not fitted:
-        return DASH
-    return f"d < {min(fitted)}" if width == 0.0 else f"d > {max(fitted)}" if math.isinf(width) else f"d = {width:.1f}"

@@ -14,9 +14,8 @@ from sigsoftmax.report.findings.audit_meaning import (
     kl_text,
     meaning,
     softmax_curve,
-    softmax_width_text,
 )
-from sigsoftmax.report.number_text import count_text, seconds_text
+from sigsoftmax.report.number_text import count_text, seconds_text, width_text
 from sigsoftmax.report.tables import Column, Fields, Row, Table, head_cell
 from sigsoftmax.report.theme import Looks, head_label, same_head
 
@@ -225,7 +224,7 @@ def target_table(target: TargetResult, looks: Looks | None = None) -> Table:
         "Least KL (nats)": lambda head: kl_text(head.kl),
         "Spread over starts": lambda head: kl_text(head.spread, 2),
         "Against softmax": against,
-        "Softmax of equal KL": lambda head: softmax_width_text(head.softmax_width, target),
+        "Softmax of equal KL": lambda head: width_text(head.softmax_width, softmax),
     }
     shown = [head for head in target.heads if looks or head.width in compared_widths(target)]
     in_order = sorted(shown, key=lambda head: (head.width, -head.kl))

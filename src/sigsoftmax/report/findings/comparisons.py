@@ -38,7 +38,7 @@ class Comparison:
 
     @cached_property
     def ranking(self) -> Ranking:
-        """By the distance to the truth wherever it is known for all."""
+        """The heads ranked by their distance to the truth where that is known for all, else by their loss."""
         run, words = self.records[0].run, self.records[0].words
         recipe = (f"{self.budget.setting} recipes", *self.budget.changes)
         precision = () if run.precision == "float32" else (run.precision,)

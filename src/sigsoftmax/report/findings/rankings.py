@@ -18,12 +18,14 @@ from sigsoftmax.records.statistics import LEAST_SEEDS, SIGNIFICANCE, PairedDiffe
 from sigsoftmax.report.number_text import (
     DASH,
     NO_BREAK,
+    counted,
     interval_text,
     range_text,
     sample_text,
     seconds_text,
     sentence,
     signed_text,
+    yes_or_no,
 )
 from sigsoftmax.report.tables import Column, Fields, Table, head_cell
 from sigsoftmax.report.theme import Looks, head_label
@@ -149,7 +151,7 @@ class Ranking:
         return max(len(self.heads) - 1, 1)
 
     def difference(self, head: RankedHead, other: RankedHead) -> PairedDifference | None:
-        """By how many nats a head lies above another, seed by seed; None without a seed that both have.
+        """The distance of a head above another in nats, seed by seed; None without a seed that both have.
 
         Whoever compares seven heads and looks at the best has made six comparisons. By Bonferroni's inequality the
         intervals of all six hold together with 95 % if each has 1 - 0.05 / 6.
@@ -175,7 +177,7 @@ class Ranking:
         """The length of the runs, and the number of seeds."""
         epochs = [epoch for head in self.heads for epoch in head.epochs.values()]
         length = f"{range_text(epochs)} epochs, " if epochs else ""
-        return f"{length}{len(self.seeds)} seed{'s' if len(self.seeds) > 1 else ''}"
+        return f"{length}{counted(len(self.seeds), 'seed')}"
 
     # --- the table ------------------------------------------------------------------------------------------------
 
@@ -191,7 +193,6 @@ class Ranking:
         has_intervals = any(difference.interval for difference in against.values())
         is_level = len({len(head.values) for head in self.heads}) == 1
         title = f"{KL} (nats)" if self.has_truth else f"{sentence(self.perplexity_of)} perplexity"
-        resolved = {True: "yes", False: "no", None: DASH}
         fields: Fields[RankedHead] = {
             Column("Output function", "label"): lambda head: head_cell(head.head, looks),
             # Where all have as many the caption says so, and the table is the narrower.
@@ -204,9 +205,9 @@ class Ranking:
             fields[Column("Nats", "interval", AGAINST)] = lambda head: nats_text(against.get(head.head))
             fields[Column("Perplexity", group=AGAINST)] = lambda head: percent_text(against.get(head.head))
         if has_intervals:
-            fields[Column("Resolved", "label", AGAINST)] = lambda head: resolved[
+            fields[Column("Resolved", "label", AGAINST)] = lambda head: yes_or_no(
                 against[head.head].is_resolved if head.head in against else None
-            ]
+            )
         fields[Column("Time")] = lambda head: seconds_text(head.mean_seconds)
         fields[Column("Parameters")] = lambda head: range_text(head.parameters)
         notes = [*self._notes(has_intervals), *self.notes]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.statistics import PairedDifference
 from sigsoftmax.report.findings.rankings import BASELINE, RankedHead, Ranking, percent_text
-from sigsoftmax.report.number_text import NO_BREAK, interval_text, range_text, seconds_text
+from sigsoftmax.report.number_text import NO_BREAK, interval_text, names_text, range_text, seconds_text
 
 __all__ = ["QUESTION", "longer_runs", "verdict"]
 
@@ -209,8 +209,7 @@ def _price_of(head: RankedHead, numbers: str = "", time: str = "") -> list[str]:
 
 
 def _names(heads: Sequence[RankedHead], last: str = "and") -> str:
-    labels = [head.label for head in heads]
-    return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} {last} {labels[-1]}"
+    return names_text([head.label for head in heads], last)
 
 
 def _effect(difference: PairedDifference, other: RankedHead, share: str = "") -> str:

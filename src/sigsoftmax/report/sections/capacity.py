@@ -22,7 +22,7 @@ from sigsoftmax.report.figures import (
 )
 from sigsoftmax.report.loading import Entry
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.number_text import count_text, number_text, seconds_text
+from sigsoftmax.report.number_text import count_text, counted, number_text, seconds_text
 from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.tables import Column, Fields, Table, head_cell
 from sigsoftmax.report.theme import Looks, head_label, same_head
@@ -144,7 +144,7 @@ def _shared_widths(heads: Mapping[str, Sequence[CapacityResult]]) -> list[int]:
 
 
 def _numbers_summary(results: Sequence[CapacityResult]) -> str:
-    """Who wins when a mixture's further vectors per context are counted as well."""
+    """Mixtures against softmax where their further vectors per context are counted as well."""
     curve = {r.width: r.fitted_kl for r in results if same_head(r.head) == "softmax"}
     mixtures = [r for r in results if r.numbers_per_context != r.width]
     if not curve or not mixtures:
@@ -278,7 +278,7 @@ def _sigsoftmax(heads: Mapping[str, Sequence[CapacityResult]]) -> str | None:
     gains = [b.rank / a.rank for a, b in pairs if a.rank]
     if not changes or not gains:
         return None
-    widths = f"{len(pairs)} width{'s' if len(pairs) > 1 else ''}"
+    widths = counted(len(pairs), "width")
     largest = max(map(abs, changes))
     ranks = f"its rank by the paper's threshold is up to {max(gains):.1f} times that of softmax"
     if largest < EQUAL:
@@ -291,7 +291,7 @@ def _sigsoftmax(heads: Mapping[str, Sequence[CapacityResult]]) -> str | None:
 
 
 def _rank_beside_loss(results: Sequence[CapacityResult]) -> str | None:
-    """Said only if heads of nearly full rank at one width differ in KL."""
+    """A sentence on heads of nearly full rank at one width; None unless they differ in KL."""
     full = [r for r in results if r.fitted_kl > REACHED and r.rank >= 0.9 * min(r.words, r.contexts)]
     by_width = [sorted(here, key=lambda r: r.fitted_kl) for here in grouped(full, lambda r: r.width).values()]
     high = max(by_width, key=lambda here: here[-1].fitted_kl / here[0].fitted_kl, default=[])

@@ -10,7 +10,7 @@ from sigsoftmax.report.figures import HEADS_AXIS, Axis, Figure, Trace, dots, hea
 from sigsoftmax.report.findings.comparisons import Comparison, comparisons
 from sigsoftmax.report.findings.rankings import RankedHead
 from sigsoftmax.report.material import Material
-from sigsoftmax.report.number_text import sentence
+from sigsoftmax.report.number_text import counted, sentence
 from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.theme import Look, Looks
 
@@ -63,7 +63,7 @@ def _dots(head: RankedHead, look: Look, *, has_truth: bool) -> Trace:
     """The mean of a head and its seeds."""
     values = list(head.values.values()) if has_truth else [perplexity(value) for value in head.values.values()]
     count = len(values)
-    words = [f"mean of {count} seed{'s' if count > 1 else ''}", *(f"seed {seed}" for seed in head.values)]
+    words = [f"mean of {counted(count, 'seed')}", *(f"seed {seed}" for seed in head.values)]
     return dots(
         [Sample.of(values).mean, *values],
         look,

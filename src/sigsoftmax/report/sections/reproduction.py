@@ -13,7 +13,7 @@ from sigsoftmax.records.statistics import Sample
 from sigsoftmax.report.figures import HEADS_AXIS, Axis, Figure, Switch, Trace, dots, far_above, head_switches, numbers
 from sigsoftmax.report.markup import plot_text, tag
 from sigsoftmax.report.material import Material, corpus_label, run_label
-from sigsoftmax.report.number_text import sentence, signed_text
+from sigsoftmax.report.number_text import counted, names_text, sentence, signed_text
 from sigsoftmax.report.sections.gaps import Judged, gap_tables, judged_gaps
 from sigsoftmax.report.sections.perplexities import (
     SPLIT_TITLES,
@@ -102,8 +102,7 @@ def _grid(corpus: str, material: Material, looks: Looks) -> list[Table]:
 def _missing(corpora: Mapping[str, Sequence[Variant]]) -> list[Block]:
     """The tables of the paper for which there are no records."""
     lost = [str(t.number) for t in paper.TABLES if t.stages and not _has_records(t, corpora.get(t.corpus, ()))]
-    listed = " and ".join(filter(None, [", ".join(lost[:-1]), *lost[-1:]]))
-    text = f"No records for table{'s' if len(lost) > 1 else ''} {listed} of the paper."
+    text = f"No records for table{'s' if len(lost) > 1 else ''} {names_text(lost)} of the paper."
     return [tag("p", text, class_="note")] if lost else []
 
 
@@ -174,8 +173,7 @@ class _Dot(NamedTuple):
     @classmethod
     def ours(cls, variant: Variant, sample: Sample) -> _Dot:
         spread = "no spread" if sample.deviation is None else f"± {sample.deviation:.3g}"
-        seeds = f"{sample.count} seed{'s' if sample.count > 1 else ''}"
-        words = f"{spread}, {seeds}<br>{plot_text(run_label(variant.run))}"
+        words = f"{spread}, {counted(sample.count, 'seed')}<br>{plot_text(run_label(variant.run))}"
         return cls("ours", sample.mean, sample.deviation, words, {"symbol": "circle", "size": 12})
 
     def trace(self, head: str, look: Look) -> Trace:

@@ -8,7 +8,7 @@ from sigsoftmax.records.grouping import grouped
 from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, TrialRecord
 from sigsoftmax.records.statistics import LEAST_SEEDS, Sample
 from sigsoftmax.report.material import Material, changes, corpus_label
-from sigsoftmax.report.number_text import DASH, sample_text, seconds_text, sentence, signed_text
+from sigsoftmax.report.number_text import DASH, sample_text, seconds_text, sentence, signed_text, yes_or_no
 from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.tables import Cell, Column, Fields, Table
 from sigsoftmax.report.theme import Looks, swatch
@@ -90,7 +90,7 @@ def _differences(differences: Sequence[PairedDifferenceRecord]) -> Table:
         Column(f"{differences[0].confidence:.0%} interval", "label"): lambda d: (
             " to ".join(signed_text(end, ".4f") for end in _interval(d)) or DASH
         ),
-        Column("Leaves out zero", "label"): lambda d: {True: "yes", False: "no", None: DASH}[_is_resolved(d)],
+        Column("Leaves out zero", "label"): lambda d: yes_or_no(_is_resolved(d)),
     }
     return Table.of(
         differences,

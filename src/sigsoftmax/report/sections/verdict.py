@@ -16,7 +16,7 @@ from sigsoftmax.report.findings.rankings import RankedHead, Ranking
 from sigsoftmax.report.findings.verdicts import QUESTION, longer_runs, verdict
 from sigsoftmax.report.markup import join, tag
 from sigsoftmax.report.material import Material, corpus_label, differing
-from sigsoftmax.report.number_text import listed, sentence
+from sigsoftmax.report.number_text import counted, listed, sentence
 from sigsoftmax.report.sections.perplexities import SPLIT_TITLES, STAGE_TITLES, Place, Variant, collect
 from sigsoftmax.report.sections.section import Absent, Block, Section
 from sigsoftmax.report.theme import Looks, same_head
@@ -82,7 +82,7 @@ def _several(found: Sequence[Ranking], looks: Looks) -> list[Block]:
     ]
     count = max(sum(ranking.can_resolve for ranking in found[:SHOWN]), 1)
     if folded := shown[count:]:
-        more = f"{len(folded)} more ranking{'s' if len(folded) > 1 else ''}"
+        more = counted(len(folded), "more ranking")
         if not any(ranking.can_resolve for ranking in found[count:]):
             more += f", with fewer than {LEAST_SEEDS} seeds in common"
         shown = [*shown[:count], tag("details", tag("summary", sentence(more)), folded)]

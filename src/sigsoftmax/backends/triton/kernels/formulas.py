@@ -129,7 +129,7 @@ def slope(z, alpha, beta, c, FORM: tl.constexpr):
 
 @triton.jit
 def _rough_logistic(z, c):
-    """For x = z - c: whether it is negative, e^-|x|, log2(1 + e^-|x|) and sigmoid(-x)."""
+    """Four numbers of x = z - c: true if it is negative, e^-|x|, log2(1 + e^-|x|) and sigmoid(-x)."""
     x = z - c
     left = x < 0
     fading = tl.exp2(tl.abs(x) * -LOG2_E)

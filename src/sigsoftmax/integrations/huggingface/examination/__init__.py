@@ -1,1 +1,1 @@
-"""What a model does to its logits and with its labels, found by running it on a few tokens."""
+"""Examination of a model: it is run on a few tokens to see what it does to its logits and with its labels."""

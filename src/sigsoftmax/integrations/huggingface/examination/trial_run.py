@@ -25,7 +25,7 @@ SATURATING = 59904.0
 """Far beyond any cap, and representable in half precision."""
 PROBE = (SATURATING, 1.0, -2.0, 0.5, 8.0, -30.0, 0.0, 3.0)
 OTHER_PROBE = tuple(0.25 * value for value in PROBE[::-1])
-"""Of another sum and norm, so that a term that depends on the logits shows in the loss."""
+"""It has another sum and norm, so that a term that depends on the logits shows in the loss."""
 MODERATE_PROBES = ((0.5, 1.0, -2.0, 0.25, 3.0, -1.0, 0.0, 2.0), (2.0, -0.5, 1.0, 1.5, -1.0, 0.0, 0.75, -3.0))
 """Their cross-entropies under labels at one position or the next are far from each other."""
 LABELS = (1, IGNORED, 0, 1)

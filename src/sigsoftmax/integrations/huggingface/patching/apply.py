@@ -1,6 +1,8 @@
 """Giving a language model of transformers another output function, and taking it away again.
 
 A patched model is the same object, of a class that stands between it and its own class (``patched_model``).
+
+Shapes: B sequences of L tokens, V classes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sigsoftmax.contract.spec import WeightGradient, check_nonnegative
+from sigsoftmax.contract.spec import WeightGradient, check_label_smoothing, check_nonnegative
 from sigsoftmax.integrations.huggingface.examination.label_convention import IGNORED
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, LinearMap
 
@@ -37,8 +37,7 @@ class CausalLossOptions:
         if self.logits_with_labels not in ("eval", "always", "never"):
             raise ValueError(f"logits_with_labels must be 'eval', 'always' or 'never', got {self.logits_with_labels!r}")
         check_nonnegative("z_loss", self.z_loss)
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing}")
+        check_label_smoothing(self.label_smoothing)
 
     def keep_logits(self, *, is_training: bool) -> bool:
         return self.logits_with_labels == "always" or (self.logits_with_labels == "eval" and not is_training)

@@ -40,7 +40,7 @@ def is_plain_softmax(function: OutputFunction) -> bool:
 
 
 class LinearMap(Protocol):
-    """What is used of an output layer."""
+    """The part of an output layer that a loss uses: its weight and its bias."""
 
     @property
     def weight(self) -> Tensor: ...

@@ -20,7 +20,7 @@ HARMLESS = ("accelerate.", "deepspeed.", "torch.distributed.", "torch.nn.modules
 """Starts of the modules whose functions move, gather or widen what the layer multiplies (TRL 1.16 computes its product
 in float32 if asked to), or look at the model as ``examination`` does."""
 PARTS_OF_NAMES = ("logit", "lm_head")
-"""What the names of settings have in common with which models of transformers scale or cap their logits."""
+"""Parts of the names of settings by which models of transformers scale or cap their logits."""
 
 
 def why_not_product(model: Any, layer: Any) -> str | None:

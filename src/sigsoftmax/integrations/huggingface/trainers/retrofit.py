@@ -1,4 +1,4 @@
-"""From a trained softmax model to sigsoftmax in small steps.
+"""Retrofit: a trained softmax model becomes one with sigsoftmax in small steps.
 
 The shifted member z + log sigmoid(z + b) tends to softmax as b grows. If no logit lies below z_min, every
 log-probability differs from softmax's by at most exp(-(z_min + b)), so that a large b starts training where the model

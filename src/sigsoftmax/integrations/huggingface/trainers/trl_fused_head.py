@@ -5,7 +5,7 @@ few statistics of each token. Log-probabilities, entropies and the likeliest tok
 chunk of logits exists at a time. The mean of the logits and sum p^2 take a product of their own, in chunks, and only
 where they are asked for. A temperature divides phi, and log P of a mixture, as it does when the model generates.
 
-Shapes: B sequences of L tokens, N tokens that have a label, d width, V classes.
+Shapes: B sequences of L tokens, N tokens that have a label, n of a chunk, d width, V classes.
 """
 
 from __future__ import annotations
