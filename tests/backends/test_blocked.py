@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.tables import every_backend
 from torch import Tensor
 from torch.nn import functional as F
 
+import sigsoftmax
 from sigsoftmax import OutputFunction, register_function
 from sigsoftmax.backends import blocked
 from sigsoftmax.backends.blocked.fast_rows import FastRows
@@ -263,3 +265,28 @@ def test_a_block_that_does_not_suit_goes_to_slower_routines(function: OutputFunc
     for part, truth in zip(results(found, logits), expected, strict=True):
         torch.testing.assert_close(part, truth, rtol=1e-6, atol=0.0)
     assert found._turned_to_slower
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "function",
+    [
+        OutputFunction("shifted_sigsoftmax", b=torch.tensor([4.0, -4.0, 0.0, 1.0])),
+        OutputFunction("gss", k=0.2, c=torch.tensor([4.0, -4.0, 0.0, 1.0])),
+        OutputFunction("gss", k=0.0, c=torch.tensor([4.0, -4.0, 0.0, 1.0])),
+        OutputFunction("gss", k=2.0, c=torch.tensor([4.0, -4.0, 0.0, 1.0])),
+    ],
+    ids=str,
+)
+def test_the_likeliest_class_is_that_of_the_largest_phi(function: OutputFunction, backend: str) -> None:
+    """Where a parameter has a value for each class, the highest logit is not always that of the likeliest class."""
+    logits = 0.5 * torch.randn(50, 4)
+    expected = function.phi(logits).argmax(-1)
+    assert (expected != logits.argmax(-1)).any()
+    target, weight = torch.zeros(50, dtype=torch.int64), torch.eye(4)
+    _, extras = sigsoftmax.cross_entropy(logits, target, function=function, extras=["argmax"], backend=backend)
+    assert torch.equal(extras.argmax, expected)
+    statistics = sigsoftmax.linear_token_statistics(
+        logits, weight, target, function=function, argmax=True, backend=backend
+    )
+    assert torch.equal(statistics.argmax, expected)

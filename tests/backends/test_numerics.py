@@ -287,6 +287,36 @@ def test_steep_slopes_in_float16(kind: str, backend: str) -> None:
         assert_same(a, e, tolerance=4e-3)
 
 
+@every_backend
+@pytest.mark.parametrize("function", ["softmax", "sigsoftmax", "gss(k=-1)", "softmax(alpha=100)"])
+def test_steep_z_losses_in_float16(function: str, backend: str) -> None:
+    """The gradient of a z-loss by extreme logits exceeds float16; with a weight it may come back into range."""
+    z_loss = 1e-3 if function == "softmax(alpha=100)" else 1.0
+    hidden = torch.tensor([[60000.0, 1.0], [-60000.0, 1.0]], dtype=torch.float16).requires_grad_()
+    # The second feature has no part in the logits: its gradient is a sum of products with 0.
+    weight = torch.tensor([[1.0, 0.0], [0.5, 0.0], [-1.0, 0.0]], dtype=torch.float16).requires_grad_()
+    target, options = torch.tensor([0, 2]), {"function": function, "z_loss": z_loss, "backend": backend}
+    losses = sigsoftmax.linear_cross_entropy(hidden, weight, target, reduction="sum", **options)
+    by_hidden, by_weight = gradients(losses, [hidden, weight])
+    assert (by_hidden[:, 1] == 0).all()
+    assert not by_weight.isnan().any()
+
+
+@every_backend
+def test_low_temperatures_in_float16(backend: str) -> None:
+    """The gradient of logits is 1e6 times that of logits at a temperature of 1, and a small weight makes it less."""
+    hidden = (1e-3 * torch.randn(4, 3)).half().requires_grad_()
+    weight = (1e-3 * torch.randn(V, 3)).half()
+    weight[:, 2] = 0.0
+    statistics = sigsoftmax.linear_token_statistics(
+        hidden, weight, torch.arange(4), function="softmax", temperature=1e-6, backend=backend
+    )
+    assert statistics.log_probs is not None
+    (by_hidden,) = gradients(statistics.log_probs, [hidden])
+    assert by_hidden.isfinite().all()
+    assert (by_hidden[:, 2] == 0).all()
+
+
 # Errors against plain torch
 
 Result = tuple[Tensor, Tensor]

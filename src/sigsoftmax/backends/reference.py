@@ -198,7 +198,7 @@ def _token_rows(problem: AnyProblem, operands: Operands, unused_N: Tensor | None
     logits_NKV = problem.hidden(operands)
     if operands.weight is not None:
         dtype = problem.product_dtype
-        wide = gradient_dtype(member, arguments, dtype)
+        wide = gradient_dtype(problem.spec, arguments, dtype)
         logits_NKV = linear(logits_NKV, operands.weight, operands.bias, dtype, wide)
     logits_NKV, highest_NK, is_broken_NK = _without_broken(logits_NKV, unused_N)
     is_broken_N, log_prior = is_broken_NK.any(1), None

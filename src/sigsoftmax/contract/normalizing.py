@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sigsoftmax.contract.rows import MASK, Logarithms, compute_dtype
 from sigsoftmax.contract.signature import is_exporting
-from sigsoftmax.contract.spec import MemberSpec
+from sigsoftmax.contract.spec import CallSpec
 from sigsoftmax.contract.tokens import common_unit, finite, floored, log_sum
 from sigsoftmax.family.formulas import Form
 from sigsoftmax.family.parameters import ParameterKind, kind_of
@@ -75,18 +75,22 @@ def fixed_unit(form: Form, values: tuple[float, ...], dtype: torch.dtype) -> flo
     return float(form.unit(*torch.tensor(values, dtype=dtype)))
 
 
-def gradient_dtype(member: MemberSpec, arguments: Sequence[Tensor], product_dtype: torch.dtype) -> torch.dtype:
+def gradient_dtype(spec: CallSpec, arguments: Sequence[Tensor], product_dtype: torch.dtype) -> torch.dtype:
     """The dtype for the gradient of logits that are products of this dtype, from which other gradients are made.
 
-    Those may be numbers that float16 holds where the gradient of the logits is none: relu has slopes of 1e8.
+    Those may be numbers that float16 holds where the gradient of the logits is none: relu has slopes of 1e8, and the
+    gradient of a z-loss grows with the normaliser.
     """
+    member = spec.member
     if product_dtype != torch.float16:
         return product_dtype
     if torch.compiler.is_compiling() or transforms_active():
         values: list[float | None] = list(member.numbers)
     else:
         values = [constant(a) for a in arguments]
-    return torch.float32 if member.form.properties(values).steepest > STEEP else product_dtype
+    # The gradient of a z-loss is linear in the logits: a bound for a fourth of the largest one leaves the same room.
+    largest = spec.largest_gradient(member.form.properties(values).steepest, STEEP)
+    return torch.float32 if largest > STEEP else product_dtype
 
 
 def arguments_like(z: Tensor, form: Form, arguments: Sequence[Tensor]) -> list[Tensor]:

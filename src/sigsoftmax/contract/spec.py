@@ -112,6 +112,10 @@ class CallSpec:
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
             raise ValueError(f"chunk_bytes must be a positive number of bytes, got {size!r}")
 
+    def largest_gradient(self, steepest: float, largest_logit: float) -> float:
+        """A bound of the gradient of a token's logits, given bounds of the slope of phi and of the logits."""
+        return steepest
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LogProbsSpec(CallSpec):
@@ -151,6 +155,9 @@ class StatisticsSpec(CallSpec):
             raise ValueError(f"temperature must be a finite number greater than 0, got {self.temperature}")
         super().__post_init__()
 
+    def largest_gradient(self, steepest: float, largest_logit: float) -> float:
+        return steepest / self.temperature
+
     def losses(self, extras: tuple[str, ...] | None) -> LossSpec:
         """The loss of each token at a temperature of 1, minus the log-probability of its target, with extras."""
         names = (*(field.name for field in fields(CallSpec)), "ignore_index", "weight_gradient")
@@ -179,6 +186,12 @@ class LossSpec(CallSpec):
         check_nonnegative("z_loss", self.z_loss)
         super().__post_init__()
         check_extras(self.extras, EXTRAS)
+
+    def largest_gradient(self, steepest: float, largest_logit: float) -> float:
+        if not self.z_loss:
+            return steepest
+        largest_normalizer = steepest * largest_logit
+        return steepest * (1.0 + 2.0 * self.z_loss * largest_normalizer)
 
     def beside(self, known: Collection[str]) -> list[str]:
         """The options that were set and are not among the ``known``.

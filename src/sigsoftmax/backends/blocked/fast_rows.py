@@ -88,7 +88,13 @@ class FastRows(ABC):
 
 
 class ProbabilityRows(FastRows):
-    """Rows of which only probabilities are computed: no weights over all classes and no entropy."""
+    """Rows of which only probabilities are computed: no weights over all classes and no entropy.
+
+    The likeliest class is that of the highest logit, so it is known here only where all classes have the same phi.
+    """
+
+    differs_by_class = False
+    """True if an argument of phi has a value for each class."""
 
     _total: Tensor
     """(R, 1): the sum over a row of what is proportional to its probabilities"""
@@ -99,6 +105,8 @@ class ProbabilityRows(FastRows):
 
     def _fast_stats(self, z: Tensor, peak: Tensor, targets: RowTargets) -> RowStats | None:
         if targets.dense is not None or targets.entropy:
+            return None
+        if targets.argmax and self.differs_by_class:
             return None
         self._index = None
         if targets.index_R is not None:

@@ -65,6 +65,7 @@ class LogisticProbabilities(ProbabilityRows):
         self.wanted = wanted
         self.alpha, self.beta = (float(a.detach()) for a in arguments[:2])
         self.c, self.has_shared_c, self.centre = slower.c, slower.has_shared_c, float(slower.centre)
+        self.differs_by_class = not self.has_shared_c
         self.is_narrow = self.has_shared_c or bool(((self.c - self.centre).abs() <= FARTHEST_SHIFT).all())
         self.spread_V = None if self.has_shared_c else torch.exp(self.c - self.centre)
         self._means: dict[int, Tensor] = {}

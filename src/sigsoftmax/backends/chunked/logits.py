@@ -129,8 +129,8 @@ class LinearLogits(LogitsProvider):
         self.alignment = chunk_plan.row_alignment(self.weight_Vd.device)
         self.gradient_dtype = dtype
         if wants_gradient:
-            member = problem.spec.member
-            self.gradient_dtype = normalizing.gradient_dtype(member, member.arguments(operands.arguments), dtype)
+            arguments = problem.spec.member.arguments(operands.arguments)
+            self.gradient_dtype = normalizing.gradient_dtype(problem.spec, arguments, dtype)
         self.is_wide = self.gradient_dtype != dtype
         wanted = problem.wanted
         self.needs_hidden, self.needs_weight, self.needs_bias = (

@@ -80,7 +80,7 @@ def why_refused(problem: Problem[LossSpec], options: Sequence[str]) -> str | Non
         "values are checked with their messages": problem.signature.checks_values,
         f"its kernels are those of softmax and sigsoftmax with fixed numbers, not of {member.name}": not is_known,
         "the gradient of the logits needs a wider dtype than they have": is_known
-        and normalizing.gradient_dtype(member, member.arguments(()), dtype) != dtype,
+        and normalizing.gradient_dtype(spec, member.arguments(()), dtype) != dtype,
         f"targets are {operands.target.dtype}, not class indices of int64": operands.target.dtype != torch.int64,
         "a tensor is not contiguous, or of a class of its own": not all(
             tensor.is_plain for tensor in operands[:5] if tensor is not None
