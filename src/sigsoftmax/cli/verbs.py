@@ -107,7 +107,7 @@ VERBS = (
         printers=(say, progress),
         arguments=_fields("model"),
         options=_fields(
-            f"teacher target function bounds_only contexts window memory_gib argmax_words out {FITS}",
+            f"data teacher target function bounds_only contexts window memory_gib argmax_words out {FITS}",
             text=Option(help="text whose contexts are looked at", default="generated"),
             trust_remote_code=Option(
                 help="run Python code that MODEL or the teacher brings along", default="refuse such a model"

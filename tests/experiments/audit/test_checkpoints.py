@@ -143,3 +143,38 @@ def test_what_cannot_be_opened(tmp_path, corpus):
         open_checkpoint(str(folder))
     with pytest.raises(ValueError, match=r"--function is not for checkpoints"):
         run(AuditConfig(model=str(folder), function="softmax", out=tmp_path / "out"), quiet)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A run on the text of a folder that the audit is not told of by the recipe, and that folder."""
+    monkeypatch.setenv("SIGSOFTMAX_DATA", str(tmp_path / "nowhere"))
+    data = tmp_path / "texts"
+    data.mkdir()
+    for split in ("train", "valid", "test"):
+        (data / f"{split}.txt").write_text("a b c d e f g h <unk>\n" * 40)
+    text = Corpus.load("ptb", data)
+    folder, _ = saved(tmp_path / "run", text, corpus_name="ptb")
+    return folder, data
+
+
+def test_the_text_of_a_run_is_found_where_it_is_said_to_lie(tmp_path, elsewhere):
+    folder, data = elsewhere
+    found = run(AuditConfig(model=str(folder), data=data, contexts=50, out=tmp_path / "out"), quiet)
+    assert found.contexts == 50
+    with pytest.raises(ValueError, match=r"say where it is with --data FOLDER .*\. Or name a text .* with --text"):
+        run(AuditConfig(model=str(folder), out=tmp_path / "other"), quiet)
+
+
+def test_bounds_alone_need_no_text(tmp_path, elsewhere):
+    folder, data = elsewhere
+    found = run(AuditConfig(model=str(folder), bounds_only=True, out=tmp_path / "out"), quiet)
+    assert found.spectrum is None
+    # Width 6 and the normaliser: the bias of a model that was not trained is zero.
+    assert (found.bounds.lower, found.bounds.upper) == (7, 7)
+    with pytest.raises(ValueError, match=r"the output layer alone; leave out --text, --data"):
+        AuditConfig(model=str(folder), bounds_only=True, data=data)
+    with pytest.raises(ValueError, match=r"either --text or --data, not both"):
+        AuditConfig(model=str(folder), text=data / "test.txt", data=data)
+    with pytest.raises(ValueError, match=r"--data is for checkpoints of runs"):
+        run(AuditConfig(model="gpt2", data=data, out=tmp_path / "out"), quiet)

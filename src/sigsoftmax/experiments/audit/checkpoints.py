@@ -33,8 +33,18 @@ POSITIONS = 256
 UNKNOWN = "<unk>"
 
 
-def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu") -> AuditedModel:
-    """``best.safetensors`` of a run, or the folder of the run."""
+def open_checkpoint(
+    path: str,
+    *,
+    text: Path | None = None,
+    data: Path | None = None,
+    layer_alone: bool = False,
+    device: str = "cpu",
+) -> AuditedModel:
+    """``best.safetensors`` of a run, or the folder of the run; of its layer alone no text is read.
+
+    Contexts are those of ``text``, or of the run's own text, which may lie in the folder ``data``.
+    """
     try:
         file = checkpoint_file(Path(path))
     except ValueError as error:
@@ -42,37 +52,48 @@ def open_checkpoint(path: str, *, text: Path | None = None, device: str = "cpu")
         raise ValueError(f"{error}{hint if Path(path).is_dir() else ''}") from None
     loaded = load_model(file, device=device)
     model, notes = loaded.model, list[str]()
+    if isinstance(model.output, MixtureOutputLayer) and model.output.floor:
+        notes.append(f"The floor of {model.output.floor:g} under the model's probabilities is left out here.")
+    alone = _layer(path, loaded, notes)
+    if layer_alone:
+        return alone
     corpus: Corpus | None = None
     if text is not None:
         ids_L, description = _ids_of(text, loaded, notes), f"the words of {text}"
     else:
-        corpus = _own_corpus(loaded, file)
+        corpus = _own_corpus(loaded, file, data)
         ids_L, description = corpus.test, f"the test text of {corpus.name!r}"
     if ids_L.numel() < 2:
         raise ValueError(f"the text has {ids_L.numel()} words; an audit needs at least 2, and better some thousands")
-    if isinstance(model.output, MixtureOutputLayer) and model.output.floor:
-        notes.append(f"The floor of {model.output.floor:g} under the model's probabilities is left out here.")
 
     def truth(count: int) -> Tensor:
         assert corpus is not None and corpus.language is not None and corpus.test_contexts is not None
         # The context in which each word was drawn is that of the position before it.
         return corpus.language.log_p_NV[corpus.test_contexts[1 : count + 1]]
 
-    bias_V, head = model.output.bias, loaded.recipe.model.parsed_head
-    made = "" if head == head.plain else f"{head} "
     parameters = sum(parameter.numel() for parameter in model.parameters()) - model.output.weight.numel()
-    return AuditedModel(
-        name=path,
-        layer=HeadWeights(
-            weight_Vd=model.output.weight.detach(),
-            bias_V=None if bias_V is None else bias_V.detach(),
-            head=dataclasses.replace(head, function=detached(model.output.function)),
-        ),
-        how_known=f"{made}of the recipe {loaded.recipe.name!r}, as trained after epoch {loaded.epoch}",
+    return dataclasses.replace(
+        alone,
         available=ids_L.numel() - 1,
         contexts=lambda count, progress: _contexts(model, ids_L[: count + 1], description, progress),
         truth=truth if corpus is not None and corpus.language is not None else None,
         operations_per_context=2.0 * parameters,
+        notes=tuple(notes),
+    )
+
+
+def _layer(path: str, loaded: LoadedModel, notes: Iterable[str]) -> AuditedModel:
+    """The output layer, without contexts."""
+    output, head = loaded.model.output, loaded.recipe.model.parsed_head
+    made = "" if head == head.plain else f"{head} "
+    return AuditedModel(
+        name=path,
+        layer=HeadWeights(
+            weight_Vd=output.weight.detach(),
+            bias_V=None if output.bias is None else output.bias.detach(),
+            head=dataclasses.replace(head, function=detached(output.function)),
+        ),
+        how_known=f"{made}of the recipe {loaded.recipe.name!r}, as trained after epoch {loaded.epoch}",
         notes=tuple(notes),
     )
 
@@ -100,11 +121,11 @@ def _contexts(model: LanguageModel, ids_L: Tensor, description: str, progress: P
     )
 
 
-def _own_corpus(loaded: LoadedModel, file: Path) -> Corpus:
+def _own_corpus(loaded: LoadedModel, file: Path, data: Path | None) -> Corpus:
     name = loaded.recipe.corpus
     try:
         # The text of a language comes with its truth, but only under its own words.
-        corpus = Corpus.load(name, None, vocabulary=None if name == "language" else loaded.vocabulary)
+        corpus = Corpus.load(name, data, vocabulary=None if name == "language" else loaded.vocabulary)
         check_same_corpus(loaded.meta, corpus, file)
     except ValueError as error:
         raise ValueError(f"{error}. Or name a text in the model's words with --text") from None

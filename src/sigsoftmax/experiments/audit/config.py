@@ -30,6 +30,9 @@ class AuditConfig:
     .safetensors with the arrays H, W and b or with an output matrix alone, or a file .npy of log-probabilities"""
     text: Path | None = None
     """text whose contexts are looked at; None: a small English one that is generated"""
+    data: Path | None = None
+    """folder of the text that a checkpoint was trained on, with train.txt, valid.txt and test.txt; None: where
+    ``sigsoftmax data fetch`` puts it"""
     teacher: str | None = None
     """a Hugging Face model over the same tokens, whose distributions count as the truth"""
     target: str | None = None
@@ -77,8 +80,12 @@ class AuditConfig:
             raise ValueError("name something to audit: a model's folder or name, or a file")
         if None not in (self.teacher, self.target):
             raise ValueError("give either --teacher or --target, not both: there is one truth at a time")
-        if self.bounds_only and any((self.teacher, self.target, self.text)):
-            raise ValueError("--bounds-only looks at the output layer alone; leave out --text, --teacher and --target")
+        if self.bounds_only and any((self.teacher, self.target, self.text, self.data)):
+            raise ValueError(
+                "--bounds-only looks at the output layer alone; leave out --text, --data, --teacher and --target"
+            )
+        if None not in (self.text, self.data):
+            raise ValueError("give either --text or --data, not both: contexts are taken from one text")
         for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= least:

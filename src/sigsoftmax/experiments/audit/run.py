@@ -137,6 +137,8 @@ class _Auditor:
             raise ValueError(f"--teacher is for Hugging Face models, and {config.model} is none; --target names a file")
         if config.text is not None and kind in ("matrix", "arrays"):
             raise ValueError(f"--text is for models that can be run; {config.model} brings its own contexts")
+        if config.data is not None and kind != "checkpoint":
+            raise ValueError(f"--data is for checkpoints of runs, and {config.model} is none; --text names a text")
         if kind == "matrix":
             if config.function is not None:
                 raise ValueError("--function says what turns logits into probabilities; a matrix of these needs none")
@@ -146,7 +148,13 @@ class _Auditor:
         if kind == "checkpoint":
             if config.function is not None:
                 raise ValueError("--function is not for checkpoints: they know their output function")
-            return open_checkpoint(config.model, text=config.text, device=config.device)
+            return open_checkpoint(
+                config.model,
+                text=config.text,
+                data=config.data,
+                layer_alone=config.bounds_only,
+                device=config.device,
+            )
         huggingface = _huggingface(config.model)
         if config.bounds_only:
             return huggingface.open_head_only(
