@@ -108,9 +108,7 @@ class CallSpec:
 
     def __post_init__(self) -> None:
         check_nonnegative("floor", self.floor)
-        size = self.chunk_bytes
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
-            raise ValueError(f"chunk_bytes must be a positive number of bytes, got {size!r}")
+        check_chunk_bytes(self.chunk_bytes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -175,8 +173,7 @@ class LossSpec(CallSpec):
         if self.reduction not in ("none", "mean", "sum"):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
         check_index("ignore_index", self.ignore_index)
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing}")
+        check_label_smoothing(self.label_smoothing)
         check_nonnegative("z_loss", self.z_loss)
         super().__post_init__()
         check_extras(self.extras, EXTRAS)
@@ -264,6 +261,18 @@ def check_nonnegative(name: str, value: float) -> None:
     """Check that an option is a finite number that is not negative."""
     if not 0.0 <= number(name, value) < float("inf"):
         raise ValueError(f"{name} must be a finite number >= 0, got {value}")
+
+
+def check_label_smoothing(value: float) -> None:
+    """Check that it is a part of the probability."""
+    if not 0.0 <= number("label_smoothing", value) <= 1.0:
+        raise ValueError(f"label_smoothing must lie in [0, 1], got {value}")
+
+
+def check_chunk_bytes(size: int | None) -> None:
+    """Check that it is a number of bytes, or None for the default."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
+        raise ValueError(f"chunk_bytes must be a positive number of bytes, got {size!r}")
 
 
 def check_weight_gradient(value: str) -> None:

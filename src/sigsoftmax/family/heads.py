@@ -68,6 +68,11 @@ class Head:
             return text
         if isinstance(text, OutputFunction):
             return cls(text)
+        if not isinstance(text, str):
+            raise ValueError(
+                "an output function is given by its name, such as 'sigsoftmax' or 'mos(K=4)', or as an OutputFunction "
+                f"or a Head, got {type(text).__name__}"
+            )
         name = text.partition("(")[0].strip()
         if name not in (*MIXTURES, "mixture"):
             try:
