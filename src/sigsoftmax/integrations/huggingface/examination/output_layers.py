@@ -115,7 +115,9 @@ def has_plain_weight(layer: nn.Module) -> bool:
 
 def described_layer(layer: Any) -> str:
     """The class of an output layer, and that of its weight if it is not an ordinary tensor."""
-    name = f"a {type(layer).__name__}"
+    kind: Any = type(layer)
+    # Adapters and quantisation call their layers Linear, too.
+    name = f"a {kind.__name__}" if kind is nn.Linear else f"a {kind.__module__}.{kind.__name__}"
     return name if has_plain_weight(layer) else f"{name} whose weight is of the class {type(layer.weight).__name__}"
 
 
