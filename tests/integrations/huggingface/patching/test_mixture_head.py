@@ -341,6 +341,15 @@ def test_gradient_checkpointing() -> None:
         torch.testing.assert_close(value, own)
 
 
+def test_torch_export_holds_the_mixture() -> None:
+    model, ids = apply_output_function(tiny(), "mos(K=2)").eval(), tokens()
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    found = torch.export.export(model, (), inputs).module()(**inputs)
+    expected = model(**inputs)
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
 def test_torch_compile_keeps_step_and_logits_whole() -> None:
     _, model = pair(dtype=torch.float32)
     ids = tokens()

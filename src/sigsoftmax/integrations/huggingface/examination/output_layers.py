@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from sigsoftmax import torch_internals
 from sigsoftmax.integrations.huggingface.examination.label_convention import (
     IGNORED,
     LabelConvention,
@@ -106,11 +107,12 @@ def linear_layer(layer: Any) -> nn.Linear | None:
 
 
 def has_plain_weight(layer: nn.Module) -> bool:
-    """Tell whether the weight is an ordinary tensor, or a sharded one, which can be gathered.
+    """Tell whether the weight is an ordinary tensor, stands for one in an export, or is sharded and can be gathered.
 
     Any other class of tensors, such as the quantised weights of torchao, decides by itself which operations it has.
     """
-    return type(layer.weight) in (Tensor, nn.Parameter) or hasattr(layer.weight, "full_tensor")
+    weight: Any = layer.weight
+    return type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "full_tensor") or torch_internals.is_fake(weight)
 
 
 def described_layer(layer: Any) -> str:
