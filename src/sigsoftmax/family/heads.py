@@ -10,10 +10,8 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from sigsoftmax.family import Learned, OutputFunction
-from sigsoftmax.family.notation import key_and_value, parse_call
+from sigsoftmax.family.notation import MIXTURES, key_and_value, parse_call
 
-MIXTURES = {"mos": "softmax", "moss": "sigsoftmax"}
-"""The mixtures that have names of their own in the literature, and their members."""
 Latent = Literal["tanh", "linear", "residual"]
 """Ways to make the latent vector of a component of a hidden vector h: tanh(W h + b), W h + b, or h + A h."""
 
