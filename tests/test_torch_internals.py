@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 QUESTIONS = """
 import json, torch
 from torch.autograd import forward_ad
+from torch._subclasses import FakeTensorMode
 from sigsoftmax import torch_internals as t
 
 x = torch.ones(3, requires_grad=True)
@@ -22,6 +23,8 @@ torch.func.grad(lambda z: told.update(grad=[t.transforms_active(), t.is_wrapped(
 with forward_ad.dual_level():
     dual = forward_ad.make_dual(x.detach(), torch.ones(3))
     told["forward"] = [t.in_forward_mode(), t.has_tangent(dual), t.has_tangent(x)]
+
+told["fake"] = [t.is_fake(x), t.is_fake(FakeTensorMode().from_tensor(x))]
 
 class Double(torch.autograd.Function):
     @staticmethod
@@ -72,6 +75,7 @@ def test_fallbacks_give_the_same_answers() -> None:
     assert private["outside"] == [False, False]
     assert private["vmap"] == [True, True, False]
     assert private["grad"] == [True, True]
+    assert private["fake"] == [False, True]
     assert private["saved"] == [[3.0, 3.0, 3.0], None]
 
 

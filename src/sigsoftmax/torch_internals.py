@@ -30,6 +30,7 @@ _keeps_graph = _found(torch, "_C", "_autograd", "_get_current_graph_task_keep_gr
 _delayed_error = _found(torch, "_C", "_functions", "DelayedError")
 _unpack_saved = _found(torch, "_C", "_autograd", "SavedTensor", "unpack")
 _assert_async = _found(torch, "_assert_async")
+_fake_tensor = _found(torch, "_subclasses", "FakeTensor")
 current_raw_stream: Callable[[int], int] | None = _found(torch, "_C", "_cuda_getCurrentRawStream")
 """the address of the current stream of a device; None where torch does not tell"""
 _has_level = _found(forward_ad, "_current_level") is not None
@@ -111,6 +112,14 @@ def is_exporting() -> bool:
     by this flag, as code that runs does. The fallback is the question itself.
     """
     return torch.compiler._is_exporting_flag if _has_exporting_flag else torch.compiler.is_exporting()
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True if torch.export has put a tensor without values in the place of an ordinary one.
+
+    A quantised tensor stays of its own class there. The fallback goes by the name of the class, which is as private.
+    """
+    return isinstance(tensor, _fake_tensor) if _fake_tensor is not None else type(tensor).__name__ == "FakeTensor"
 
 
 refuses_any_change: bool = _unpack_saved is None

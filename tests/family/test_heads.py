@@ -78,6 +78,7 @@ def test_what_a_head_costs(text, numbers, parameters, bound):
         ("mos(K=0)", r"at least one component, got 0"),
         ("gss(k=0.2, K=4)", r"no parameter 'K'.*; a mixture of it is written as in 'mixture\(gss\(k=0\), K=4\)'"),
         ("sigsoftmx", r"did you mean 'sigsoftmax'"),
+        (["sigsoftmax"], r"given by its name, such as 'sigsoftmax' or 'mos\(K=4\)', .* got list"),
     ],
 )
 def test_bad_heads(text, message):

@@ -203,6 +203,12 @@ def test_unknown_name_without_a_near_one_suggests_nothing() -> None:
     assert "did you mean" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["mos(K=4)", "moss(K=2)", "mixture(gss(k=0), K=2)"])
+def test_a_mixture_in_the_place_of_a_single_function_is_told_where_it_belongs(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^expected a single output function, got the mixture .* MixtureOutputLayer"):
+        OutputFunction.parse(text)
+
+
 def test_members_of_the_table_behave_as_their_special_cases() -> None:
     z = wide_logits()
     pairs = [

@@ -393,6 +393,7 @@ class TestSampling:
     ("action", "text"),
     [
         (lambda: MixtureOutputLayer(H, D, V, 0), "components must be a positive integer, got 0"),
+        (lambda: MixtureOutputLayer(H, D, V, 2, floor=-1.0), "floor must be a finite number >= 0, got -1.0"),
         (lambda: MixtureOutputLayer(H, 0, V, K), "latent_features must be a positive integer, got 0"),
         (
             lambda: MixtureOutputLayer(H, D, V, K, weight=nn.Parameter(torch.randn(V, H))),

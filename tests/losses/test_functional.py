@@ -37,6 +37,7 @@ from torch.nn import functional as F
 import sigsoftmax
 from sigsoftmax import OutputFunction
 from sigsoftmax.backends.chunked.chunk_plan import automatic_weight_gradient
+from sigsoftmax.contract import signature
 from sigsoftmax.losses.extras import Extras
 
 N, K, V, D = 7, 3, 5, 4
@@ -504,6 +505,23 @@ def test_torch_compile_keeps_mixture_log_probs_with_log_normalizers_whole() -> N
     found, expected = compiled(hidden), call(hidden)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(found[0], [hidden]), gradients(expected[0], [hidden]))
+
+
+def test_torch_compile_compiles_a_first_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a process in which no loss was computed before.
+    monkeypatch.setattr(signature, "_HAS_AUTOCAST", {})
+    torch.compiler.reset()
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, examples: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    hidden, weight, target = normal(N, D), normal(V, D), torch.randint(V, (N,))
+    compiled = torch.compile(sigsoftmax.linear_cross_entropy, fullgraph=True, backend=counting)
+    for _ in range(3):
+        compiled(hidden, weight, target, function="sigsoftmax")
+    assert len(graphs) == 1
 
 
 @every_backend

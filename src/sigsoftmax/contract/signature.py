@@ -138,12 +138,19 @@ def _asks_for_messages(value: str) -> bool:
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype of products under autocast; None where it is off."""
     kind = device.type
-    if kind not in _HAS_AUTOCAST:
-        _HAS_AUTOCAST[kind] = torch.amp.is_autocast_available(kind)
     # Asked only there, since devices such as meta know no autocast and raise.
-    if _HAS_AUTOCAST[kind] and torch.is_autocast_enabled(kind):
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return None
+
+
+def _has_autocast(kind: str) -> bool:
+    # Nothing is noted in a traced call: it would depend on this table, and be compiled once more after the first entry.
+    if torch.compiler.is_compiling():
+        return torch.amp.is_autocast_available(kind)
+    if kind not in _HAS_AUTOCAST:
+        _HAS_AUTOCAST[kind] = torch.amp.is_autocast_available(kind)
+    return _HAS_AUTOCAST[kind]
 
 
 _HAS_AUTOCAST: dict[str, bool] = {}

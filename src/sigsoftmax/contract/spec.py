@@ -108,9 +108,7 @@ class CallSpec:
 
     def __post_init__(self) -> None:
         check_nonnegative("floor", self.floor)
-        size = self.chunk_bytes
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
-            raise ValueError(f"chunk_bytes must be a positive number of bytes, got {size!r}")
+        check_chunk_bytes(self.chunk_bytes)
 
     def largest_gradient(self, steepest: float, largest_logit: float) -> float:
         """A bound of the gradient of a token's logits, given bounds of the slope of phi and of the logits."""
@@ -280,8 +278,14 @@ def check_nonnegative(name: str, value: float) -> None:
 
 def check_label_smoothing(value: float) -> None:
     """Check that it is a share of a token's weight."""
-    if not 0.0 <= value <= 1.0:
+    if not 0.0 <= number("label_smoothing", value) <= 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {value}")
+
+
+def check_chunk_bytes(size: int | None) -> None:
+    """Check that it is a number of bytes, or None for the default."""
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
+        raise ValueError(f"chunk_bytes must be a positive number of bytes, got {size!r}")
 
 
 def check_weight_gradient(value: str) -> None:

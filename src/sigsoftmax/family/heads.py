@@ -10,10 +10,8 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from sigsoftmax.family import Learned, OutputFunction
-from sigsoftmax.family.notation import key_and_value, parse_call
+from sigsoftmax.family.notation import MIXTURES, key_and_value, parse_call
 
-MIXTURES = {"mos": "softmax", "moss": "sigsoftmax"}
-"""The mixtures that have names of their own in the literature, and their members."""
 Latent = Literal["tanh", "linear", "residual"]
 """Ways to make the latent vector of a component of a hidden vector h: tanh(W h + b), W h + b, or h + A h."""
 
@@ -68,6 +66,11 @@ class Head:
             return text
         if isinstance(text, OutputFunction):
             return cls(text)
+        if not isinstance(text, str):
+            raise ValueError(
+                "an output function is given by its name, such as 'sigsoftmax' or 'mos(K=4)', or as an OutputFunction "
+                f"or a Head, got {type(text).__name__}"
+            )
         name = text.partition("(")[0].strip()
         if name not in (*MIXTURES, "mixture"):
             try:

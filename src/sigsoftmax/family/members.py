@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.family.formulas import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Scaled
-from sigsoftmax.family.notation import key_and_value, parse_call
+from sigsoftmax.family.notation import MIXTURES, key_and_value, parse_call
 from sigsoftmax.family.parameters import (
     Learned,
     Number,
@@ -361,6 +361,11 @@ def _parsed(text: str) -> OutputFunction:
     call = parse_call(text)
     if call is None:
         raise ValueError(f"cannot read the output function {text!r}; write it like 'gss(k=0.2)'")
+    if call.name in (*MIXTURES, "mixture") and call.name not in _DEFINITIONS:
+        raise ValueError(
+            f"expected a single output function, got the mixture {text!r}, which is computed from hidden vectors; use "
+            "MixtureOutputLayer, mixture_cross_entropy or, on a model of transformers, apply_output_function"
+        )
     parameters: dict[str, Value] = {}
     for item in filter(None, call.items or ()):
         pair = key_and_value(item)

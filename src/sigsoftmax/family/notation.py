@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+MIXTURES = {"mos": "softmax", "moss": "sigsoftmax"}
+"""The mixtures that have names of their own in the literature, and their members."""
+
 
 class Call(NamedTuple):
     """A name and the items in the brackets behind it."""

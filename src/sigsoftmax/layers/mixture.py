@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from sigsoftmax._old_calls import function_was_positional
 from sigsoftmax.contract.rows import compute_dtype
-from sigsoftmax.contract.spec import Function, check_positive, prior_of
+from sigsoftmax.contract.spec import Function, check_nonnegative, check_positive, prior_of
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Latent, check_latent
 from sigsoftmax.layers.output_layer import (
@@ -92,6 +92,7 @@ class MixtureOutputLayer(OutputModule):
             nn.init.zeros_(self.latent.weight)
         self.latent_dropout = nn.Identity() if latent_dropout is None else latent_dropout
         self._add_output_matrix(weight, num_classes, latent_features, bias, device, dtype)
+        check_nonnegative("floor", floor)
         self.floor = floor
 
     def latent_vectors(self, hidden: Tensor) -> Tensor:

@@ -197,6 +197,8 @@ def test_scoring_refuses_what_it_cannot_score():
         token_log_likelihoods(plain, PROMPT)
     with pytest.raises(ValueError, match="two tokens or more"):
         token_log_likelihoods(patched, PROMPT[:, :1])
+    with pytest.raises(ValueError, match="two tokens or more, got a list"):
+        token_log_likelihoods(patched, PROMPT.tolist())
     with pytest.raises(ValueError, match="attention_mask must have the shape"):
         token_log_likelihoods(patched, PROMPT, PROMPT[:, :2])
 

@@ -68,9 +68,12 @@ def token_log_likelihoods(
 
 def _labels_of_text(ids_BL: Tensor | None, mask_BL: Tensor | None) -> Tensor:
     """The tokens of a text as labels, but for those that are masked or follow one that is."""
-    if ids_BL is None or ids_BL.ndim != 2 or ids_BL.shape[1] < 2:
-        found = "none" if ids_BL is None else tuple(ids_BL.shape)
-        raise ValueError(f"input_ids must have the shape (sequences, tokens) with two tokens or more, got {found}")
+    if not isinstance(ids_BL, Tensor) or ids_BL.ndim != 2 or ids_BL.shape[1] < 2:
+        kind = "none" if ids_BL is None else f"a {type(ids_BL).__name__}"
+        found = tuple(ids_BL.shape) if isinstance(ids_BL, Tensor) else kind
+        raise ValueError(
+            f"input_ids must be a tensor of the shape (sequences, tokens) with two tokens or more, got {found}"
+        )
     labels_BL = ids_BL.clone()
     if mask_BL is not None:
         if mask_BL.shape != ids_BL.shape:

@@ -162,8 +162,18 @@ def test_mistakes_in_arguments():
         apply_output_function(model, "sigsoftmax", logits_with_labels="sometimes")
     with pytest.raises(ValueError, match="label_smoothing must lie in"):
         apply_output_function(model, "sigsoftmax", label_smoothing=1.5)
+    with pytest.raises(ValueError, match="label_smoothing must be a number, got None"):
+        apply_output_function(model, "sigsoftmax", label_smoothing=None)
     with pytest.raises(ValueError, match="z_loss must be"):
         apply_output_function(model, "sigsoftmax", z_loss=-1.0)
+    with pytest.raises(ValueError, match="chunk_bytes must be a positive number of bytes, got 0"):
+        apply_output_function(model, "sigsoftmax", chunk_bytes=0)
+    with pytest.raises(ValueError, match="weight_gradient must be one of"):
+        apply_output_function(model, "sigsoftmax", weight_gradient="quick")
+    with pytest.raises(ValueError, match="unknown backend 'quick'"):
+        apply_output_function(model, "sigsoftmax", backend="quick")
+    with pytest.raises(ValueError, match=r"is given by its name, .* got int"):
+        apply_output_function(model, 3)
     with pytest.raises(ValueError, match=f"has 5 values, but the model has {V} classes"):
         apply_output_function(model, OutputFunction("shifted_sigsoftmax", b=torch.zeros(5)))
     with pytest.raises(ValueError, match="was not patched"):

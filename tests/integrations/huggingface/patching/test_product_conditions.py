@@ -244,3 +244,24 @@ def test_a_forward_put_past_the_class_is_refused_when_the_model_is_saved(tmp_pat
     with pytest.raises(RuntimeError, match=r"`softmax_forward` .* past its class"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("function", ["mos(K=2)", "shifted_sigsoftmax(b=learned:1)"])
+def test_parameters_of_the_output_function_that_are_offloaded_are_refused(tmp_path: Path, function: str):
+    accelerate = pytest.importorskip("accelerate")
+    apply_output_function(tiny(), function).save_pretrained(tmp_path / "model")
+    places = {"model": "cpu", "lm_head": "cpu", "output_function": "disk"}
+    advice = "give the module output_function a device in device_map"
+    with pytest.raises(ValueError, match=advice):
+        from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "loaded")
+    ids, model = tokens(), from_pretrained(tmp_path / "model")
+    accelerate.dispatch_model(model, places, offload_dir=tmp_path / "dispatched")
+    with pytest.raises(ValueError, match=advice):
+        model.eval()(ids)
+    with pytest.raises(ValueError, match=advice):
+        model.train()(ids, labels=ids)
+
+
+def test_a_patched_model_runs_on_the_meta_device():
+    model = apply_output_function(tiny(), "shifted_sigsoftmax(b=learned:1)").to("meta")
+    assert model(tokens().to("meta")).logits.is_meta

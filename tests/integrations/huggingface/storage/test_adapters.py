@@ -198,12 +198,18 @@ def test_undoing_frees_the_adapters(tmp_path):
     assert same(other, loaded)
 
 
+def test_an_adapter_and_a_model_that_know_no_output_function(tmp_path):
+    peft.get_peft_model(tiny(), lora()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^neither this model nor .* peft\.PeftModel\.from_pretrained\("):
+        load_adapter(tiny(), tmp_path)
+
+
 def test_an_adapter_on_the_output_layer_stores_logits_and_is_right():
     model = apply_output_function(tiny(), "sigsoftmax")
     options = {"r": 2, "target_modules": ["lm_head"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     adapted = peft.get_peft_model(model, peft.LoraConfig(**options)).train()
     ids = tokens()
-    with pytest.warns(UserWarning, match="other than a plain linear map"):
+    with pytest.warns(UserWarning, match=r"is now a peft\.\S+\.Linear, something other than a plain linear map"):
         loss = adapted(input_ids=ids, labels=ids).loss
     plain = remove_output_function(copy.deepcopy(adapted))
     torch.testing.assert_close(loss, plain_loss(phi(plain(input_ids=ids).logits), ids))

@@ -71,6 +71,8 @@ def test_mistakes():
         shifted_start(apply_output_function(tiny(), "sigsoftmax"), [tokens()])
     with pytest.raises(ValueError, match="b must be a finite number"):
         retrofit(model, math.inf)
+    with pytest.raises(ValueError, match=r"b must be a number, got 'mos\(K=4\)'"):
+        retrofit(model, "mos(K=4)")
     with pytest.raises(ValueError, match="steps must be 1 or more"):
         AnnealShift(steps=0)
     with pytest.raises(ValueError, match="start must be a finite number"):

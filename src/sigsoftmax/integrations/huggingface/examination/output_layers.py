@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from sigsoftmax import torch_internals
 from sigsoftmax.integrations.huggingface.examination.label_convention import (
     IGNORED,
     LabelConvention,
@@ -106,16 +107,19 @@ def linear_layer(layer: Any) -> nn.Linear | None:
 
 
 def has_plain_weight(layer: nn.Module) -> bool:
-    """Tell whether the weight is an ordinary tensor, or a sharded one, which can be gathered.
+    """Tell whether the weight is an ordinary tensor, stands for one in an export, or is sharded and can be gathered.
 
     Any other class of tensors, such as the quantised weights of torchao, decides by itself which operations it has.
     """
-    return type(layer.weight) in (Tensor, nn.Parameter) or hasattr(layer.weight, "full_tensor")
+    weight: Any = layer.weight
+    return type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "full_tensor") or torch_internals.is_fake(weight)
 
 
 def described_layer(layer: Any) -> str:
     """The class of an output layer, and that of its weight if it is not an ordinary tensor."""
-    name = f"a {type(layer).__name__}"
+    kind: Any = type(layer)
+    # Adapters and quantisation call their layers Linear, too.
+    name = f"a {kind.__name__}" if kind is nn.Linear else f"a {kind.__module__}.{kind.__name__}"
     return name if has_plain_weight(layer) else f"{name} whose weight is of the class {type(layer.weight).__name__}"
 
 

@@ -10,9 +10,16 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sigsoftmax.contract.spec import WeightGradient, check_label_smoothing, check_nonnegative
+from sigsoftmax.contract.spec import (
+    WeightGradient,
+    check_chunk_bytes,
+    check_label_smoothing,
+    check_nonnegative,
+    check_weight_gradient,
+)
 from sigsoftmax.integrations.huggingface.examination.label_convention import IGNORED
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, LinearMap
+from sigsoftmax.losses.lowering import chosen_backend
 
 KeepLogits = Literal["eval", "always", "never"]
 Count = Tensor | int | None
@@ -38,6 +45,9 @@ class CausalLossOptions:
             raise ValueError(f"logits_with_labels must be 'eval', 'always' or 'never', got {self.logits_with_labels!r}")
         check_nonnegative("z_loss", self.z_loss)
         check_label_smoothing(self.label_smoothing)
+        check_chunk_bytes(self.chunk_bytes)
+        check_weight_gradient(self.weight_gradient)
+        chosen_backend(self.backend, None)
 
     def keep_logits(self, *, is_training: bool) -> bool:
         return self.logits_with_labels == "always" or (self.logits_with_labels == "eval" and not is_training)

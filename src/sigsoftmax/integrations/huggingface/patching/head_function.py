@@ -130,16 +130,20 @@ class HeadFunction(FunctionModule):
 
     def transformed(self, logits: Tensor) -> Tensor:
         """phi(logits) as a new tensor."""
+        self.check_values(on_meta=logits.is_meta)
         return transformed(logits, self.function)
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, *, are_transformed: bool = False, **options: Any) -> Any:
         """:func:`sigsoftmax.cross_entropy` of logits before this function or, if they are transformed, after it."""
+        if not are_transformed:
+            self.check_values(on_meta=logits.is_meta)
         function = "softmax" if are_transformed else self.function
         with float32_result(logits):
             return functional.cross_entropy(logits, targets, function=function, dim=-1, **options)
 
     def linear(self, hidden: Tensor, layer: LinearMap) -> LinearLogits:
         """The logits that the model makes of hidden vectors and its output layer; sharded parameters are gathered."""
+        self.check_values(on_meta=hidden.is_meta)
         weight_Vd, bias_V = whole(layer.weight), whole(layer.bias)
         if weight_Vd.numel() == 0:
             raise ValueError(
@@ -158,6 +162,18 @@ class HeadFunction(FunctionModule):
             function=self.of_raw_logits(),
             product_dtype=torch.get_autocast_dtype(device) if is_cast else hidden.dtype,
         )
+
+    def check_values(self, *, on_meta: bool = False) -> None:
+        """Refuse parameters that were offloaded: a product with them is made of whatever lies in memory.
+
+        accelerate brings them back while their module is called, and a loss of hidden vectors does not call it.
+        ``on_meta`` is for calls whose inputs have no values either.
+        """
+        if not on_meta and any(value.is_meta for value in self.parameters()):
+            raise ValueError(
+                "the parameters of the output function are offloaded, and no logits can be computed without them; give "
+                "the module output_function a device in device_map, as in device_map={..., 'output_function': 0}"
+            )
 
     def of_raw_logits(self) -> OutputFunction:
         """The function of the output layer's logits times the model's scale: the model's cap and then this one."""

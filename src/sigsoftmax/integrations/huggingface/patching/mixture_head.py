@@ -103,6 +103,7 @@ class MixtureHead(HeadFunction):
 
     def linear(self, hidden: Tensor, layer: LinearMap) -> MixtureLogits:
         """The mixture of hidden vectors."""
+        self.check_values(on_meta=hidden.is_meta)
         weight, bias = whole(self.latent_weight).to(hidden.dtype), whole(self.latent_bias)
         bias = None if bias is None else bias.to(hidden.dtype)
         latent = latent_vectors(hidden, weight, bias, components=self.components, latent=self.latent)

@@ -104,12 +104,18 @@ def put_on(model: Any, path: str, config: Any) -> Any:
 def load_onto(model: Any, path: str, *, now: Head | None) -> Any:
     """The adapter in ``path`` on a model that is patched already; ``now`` is its function, None if it has none."""
     wanted = function_in(_settings(path))
+    if now is None and wanted is None:
+        raise ValueError(
+            f"neither this model nor the adapter in {path} has an output function; load it with "
+            "peft.PeftModel.from_pretrained(model, path), or, if the adapter was trained on a patched model, patch "
+            "this model alike first: apply_output_function(model, function)"
+        )
     if now is None or (wanted is not None and _kind(now) != _kind(completed(Head.parse(wanted, allow_options=True)))):
         has = "has none: it is a softmax model" if now is None else f"has {_kind(now)}"
         raise ValueError(
-            f"the adapter in {path} was trained on a model with the output function {wanted or '(not recorded)'}, but "
-            f"this model {has}. Patch the model before you load the adapter: apply_output_function(model, "
-            f"{wanted or 'function'!r}); or load both with from_pretrained({path!r})"
+            f"the adapter in {path} was trained on a model with the output function {wanted}, but this model {has}. "
+            f"Patch the model before you load the adapter: apply_output_function(model, {wanted!r}); or load both with "
+            f"from_pretrained({path!r})"
         )
     return put_on(model, path, read_config(path))
 

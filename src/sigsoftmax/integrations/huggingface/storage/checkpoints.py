@@ -267,12 +267,13 @@ def restore_shapes(model: Any) -> None:
     _replace_parameters(model, model.__dict__.pop("in_stored_shape", ()), lambda stored: stored.squeeze(0))
 
 
-def check_filled(model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse a model whose output layer was left on another medium than a device."""
+def check_filled(model: Any, names: Iterable[str]) -> None:
+    """Refuse a model whose output layer or output function was left on another medium than a device."""
     if any(model.get_parameter(name).is_meta for name in names):
         raise ValueError(
             "the output layer of a model with an output function cannot be offloaded; give it a device in device_map"
         )
+    model.output_function.check_values()
 
 
 def _replace_parameters(model: nn.Module, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> None:

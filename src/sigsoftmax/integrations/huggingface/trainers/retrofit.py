@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from sigsoftmax.contract.spec import number
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.integrations.huggingface.examination.label_convention import (
     IGNORED,
@@ -96,7 +97,7 @@ def retrofit(model: Model, b: float, **options: Any) -> Model:
     b is a parameter that no optimiser trains and that is saved with the model; :class:`AnnealShift` lowers it.
     ``options`` are the keywords of :func:`apply_output_function`.
     """
-    if not math.isfinite(b):
+    if not math.isfinite(number("b", b)):
         raise ValueError(f"b must be a finite number, got {b}")
     member = OutputFunction(MEMBER, b=Learned(initial=float(b)))
     patch(language_model(model), member, CausalLossOptions(**options), frozen=("b",))
