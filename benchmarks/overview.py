@@ -326,11 +326,15 @@ def cpu_members(suites: Suites) -> str:
             continue
         place = sum(ratio * own > limit for limit in limits.values())
         groups[names[place]].append(f"`{member}`")
-    words = "; ".join(
-        f"{', '.join(found)} {'takes' if len(found) == 1 else 'take'} {name}" for name, found in groups.items() if found
-    )
+    filled = {name: found for name, found in groups.items() if found}
+    if len(filled) == 1:
+        words = f"Every member with fixed parameters takes {next(iter(filled))}"
+    else:
+        words = "Of ours " + "; ".join(
+            f"{', '.join(found)} {'takes' if len(found) == 1 else 'take'} {name}" for name, found in filled.items()
+        )
     note = f" {OLDER_CPU}" if is_older(suites.cpu) else ""
-    return f"- **A CPU with {case.environment.threads} threads**, {_short(case)}. Of ours {words}.{note}\n"
+    return f"- **A CPU with {case.environment.threads} threads**, {_short(case)}. {words}.{note}\n"
 
 
 # --- several processes --------------------------------------------------------------------------------------------

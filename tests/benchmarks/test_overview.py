@@ -147,6 +147,9 @@ def test_members_on_a_cpu_are_told_from_torch_and_its_compiler() -> None:
     assert "`relu`, `softcap` take more time than either." in text
     # Records that name no commit are of an older version, and the page says so.
     assert overview.OLDER_CPU not in text
+    fast = case(found.name, **baselines, **{name: (ratio / 10.0, 2.0) for name, (ratio, _) in rows.items()})
+    text = overview.cpu_members(Suites({}, {fast.name: fast}))
+    assert "V=32,000. Every member with fixed parameters takes less time than torch.compile's softmax." in text
     older = replace(found, environment=replace(PLACE, commit="", clean=None))
     assert overview.OLDER_CPU in overview.cpu_members(Suites({}, {older.name: older}))
     assert overview.OLDER_CPU in overview.prices(Suites({}, {older.name: older}))

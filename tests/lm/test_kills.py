@@ -100,8 +100,9 @@ def check_kills(tmp_path, kills, seed):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="lives of the run are forked")
-def test_a_run_killed_twenty_times_ends_as_if_it_had_not_been(tmp_path):
-    check_kills(tmp_path, kills=20, seed=1)
+@pytest.mark.parametrize(("kills", "seed"), [(6, 0), pytest.param(20, 1, marks=pytest.mark.thorough)])
+def test_a_run_killed_often_ends_as_if_it_had_not_been(tmp_path, kills, seed):
+    check_kills(tmp_path, kills, seed)
 
 
 @pytest.mark.slow
