@@ -1,4 +1,4 @@
-"""Runs test files in Triton's interpreter, each in a process of its own: it is chosen for a whole process."""
+"""Runs test files in Triton's interpreter, in processes of their own: it is chosen for a whole process."""
 
 from __future__ import annotations
 
@@ -39,15 +39,18 @@ def skip_where_it_cannot_run() -> None:
             pytest.skip(reason)
 
 
-def run_interpreted(path: Path) -> None:
-    """Fail unless the tests of a file pass in the interpreter."""
+def run_interpreted(*paths: Path) -> None:
+    """Fail unless the tests of these files pass in the interpreter; they share a process, whose start takes seconds."""
     skip_where_it_cannot_run()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     ignored = [f"-Wignore:{message} encountered:RuntimeWarning" for message in UNHEARD]
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--no-header", "-pno:cacheprovider", "-pno:xdist"]
     result = subprocess.run(
-        [*command, *ignored, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+        [*command, *ignored, *map(str, paths)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     if result.returncode or not re.search(r"\d+ passed", result.stdout):
-        pytest.fail(f"{path.name} in the interpreter:\n{result.stdout}{result.stderr}", pytrace=False)
+        pytest.fail(
+            f"{', '.join(path.name for path in paths)} in the interpreter:\n{result.stdout}{result.stderr}",
+            pytrace=False,
+        )

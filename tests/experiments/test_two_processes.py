@@ -138,6 +138,7 @@ def test_runs_in_processes_hold_their_folders_too(tmp_path, monkeypatch):
     assert not runs[1].path.exists()
 
 
+@pytest.mark.thorough
 def test_processes_that_share_a_run_share_its_lock(tmp_path):
     write_text(tmp_path / "text")
     with FolderLock(tmp_path / "runs/tiny-softmax/1"):

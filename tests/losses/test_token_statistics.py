@@ -305,7 +305,7 @@ def test_a_peaked_distribution_has_a_small_entropy_with_the_right_gradient() -> 
     torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_mixture", [False, True])
+@pytest.mark.parametrize("is_mixture", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_memory_does_not_grow_with_the_number_of_tokens_times_classes(is_mixture: bool) -> None:
     classes, width, components = 4000, 4, 2
 

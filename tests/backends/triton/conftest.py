@@ -6,7 +6,7 @@ by TRITON_INTERPRET=1, while the tests around these want kernels that compile. S
 * ``test_logits_kernels``, ``test_per_class_gradients``, ``test_losses``, ``test_fused_loss``, ``test_smoothed_row``,
   ``test_pipelined_row``, ``test_sharded``, ``test_statistics``, ``test_mixture_log_probs``, ``test_extremes``,
   ``test_tokens`` and ``test_intrinsics`` run kernels. On a machine with a GPU they run on it. Elsewhere they skip
-  themselves, and ``test_interpreted`` runs each of them in a process of its own that has the variable set;
+  themselves, and ``test_interpreted`` runs them in processes that have the variable set;
 * ``test_compile`` and ``test_sources`` need no GPU, ``test_gpu`` needs one.
 """
 

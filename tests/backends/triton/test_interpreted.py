@@ -1,4 +1,4 @@
-"""The tests of the kernels in Triton's interpreter, each file in a process of its own; ``conftest`` says why."""
+"""The tests of the kernels in Triton's interpreter, some files per process; ``conftest`` says why."""
 
 from __future__ import annotations
 
@@ -7,23 +7,16 @@ from pathlib import Path
 import pytest
 from tests.interpreted import run_interpreted
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "test_logits_kernels.py",
-        "test_losses.py",
-        "test_fused_loss.py",
-        "test_smoothed_row.py",
-        "test_pipelined_row.py",
-        "test_per_class_gradients.py",
-        "test_sharded.py",
-        "test_statistics.py",
-        "test_mixture_log_probs.py",
-        "test_extremes.py",
-        "test_tokens.py",
-        "test_intrinsics.py",
-    ],
+PROCESSES = (
+    ("logits_kernels", "tokens", "intrinsics"),
+    ("losses", "per_class_gradients"),
+    ("fused_loss", "extremes"),
+    ("pipelined_row", "mixture_log_probs"),
+    ("smoothed_row", "sharded", "statistics"),
 )
-def test_kernels_in_the_interpreter(name: str) -> None:
-    run_interpreted(Path(__file__).parent / name)
+"""test files that share a process: about as long each, so that few processes are started and no core waits"""
+
+
+@pytest.mark.parametrize("names", PROCESSES, ids=", ".join)
+def test_kernels_in_the_interpreter(names: tuple[str, ...]) -> None:
+    run_interpreted(*(Path(__file__).parent / f"test_{name}.py" for name in names))

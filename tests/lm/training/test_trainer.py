@@ -74,6 +74,7 @@ def test_how_often_checkpoints_are_written_changes_nothing(finished, tmp_path):
     assert_same_end(finished, tmp_path)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("steps", [1, 7, 40, 90])
 @pytest.mark.parametrize("head", ["sigsoftmax", "moss(K=3)", "mos(K=3, latent=residual)"])
 def test_a_run_that_stops_anywhere_goes_on_to_the_same_end(head, steps, tmp_path):
