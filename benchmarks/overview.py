@@ -83,6 +83,8 @@ def error_text(m: Measurement | None, *, is_measure: bool = False) -> str:
 LOGITS = "cross-entropy of bf16 logits, N=8192 V=128256"
 LINEAR = "linear cross-entropy, bf16, N=8192 d=4096 V=128256"
 WIDE = "linear cross-entropy, bf16, N=8192 d=2304 V=256000"
+CPU_LOGITS = "cross-entropy of logits, N=2048 V=32000"
+CPU_LINEAR = "linear cross-entropy, N=2048 d=512 V=32000"
 PEAKED = {
     LINEAR: "linear cross-entropy, bf16, peaked logits, N=8192 d=4096 V=128256",
     WIDE: "linear cross-entropy, bf16, peaked logits, N=8192 d=2304 V=256000",
@@ -106,14 +108,16 @@ FEATURES = (
 
 
 def peers(suites: Suites) -> str:
-    """Time, memory and gradient errors on a GPU, and what else is offered, beside those who compute the same loss."""
+    """Time, memory and gradient errors, and what else is offered, beside those who compute the same loss."""
     rows = []
-    for title, name in (
-        ("loss of given logits, 8,192 x 128,256", LOGITS),
-        ("linear layer and loss, 8,192 x 4,096 x 128,256", LINEAR),
-        ("linear layer and loss, 8,192 x 2,304 x 256,000", WIDE),
+    for cases, title, name in (
+        (suites.gpu, "loss of given logits, 8,192 x 128,256", LOGITS),
+        (suites.gpu, "linear layer and loss, 8,192 x 4,096 x 128,256", LINEAR),
+        (suites.gpu, "linear layer and loss, 8,192 x 2,304 x 256,000", WIDE),
+        (suites.cpu, "CPU: loss of given logits, 2,048 x 32,000", CPU_LOGITS),
+        (suites.cpu, "CPU: linear layer and loss, 2,048 x 512 x 32,000", CPU_LINEAR),
     ):
-        if case := suites.gpu.get(name):
+        if case := cases.get(name):
             rows.append([title, *_costs(case)])
     for title, name in (
         ("gradient error at d = 4,096, random logits", LINEAR),
@@ -185,8 +189,8 @@ SHOWN: dict[str, dict[str, str]] = {
         "mixture cross-entropy, bf16 products, N=8192 K=4 d=2048 V=32000": "mixture of 4, 8,192 x 2,048 x 32,000",
     },
     "CPU": {
-        "cross-entropy of logits, N=2048 V=32000": "given logits, 2,048 x 32,000",
-        "linear cross-entropy, N=2048 d=512 V=32000": "linear, 2,048 x 512 x 32,000",
+        CPU_LOGITS: "given logits, 2,048 x 32,000",
+        CPU_LINEAR: "linear, 2,048 x 512 x 32,000",
         "mixture cross-entropy, N=840 K=15 d=280 V=10000": "mixture of 15, 840 x 280 x 10,000",
     },
 }

@@ -92,8 +92,9 @@ def _paper(runs: WholeRuns) -> str:
 
 
 def _place(suites: Suites) -> str:
-    names = (overview.LOGITS, overview.LINEAR, overview.WIDE)
-    shown = [suites.gpu[name] for name in names if name in suites.gpu]
+    names = (overview.LOGITS, overview.LINEAR, overview.WIDE, overview.CPU_LOGITS, overview.CPU_LINEAR)
+    cases = suites.gpu | suites.cpu
+    shown = [cases[name] for name in names if name in cases]
     return f"Measured on {overview.places(shown)}.\n" if shown else NO_RECORDS
 
 
