@@ -196,9 +196,7 @@ def smoke_jobs(machine: Machine, peers: Peers) -> dict[str, Job]:
     large = large_mixture((9, 3, 8, 130), (0.001, 0.001), "<= 1.15x", "<= 1.2x torch's error", has_plain=True)
     found["mixture large"] = partial(mixture_case, machine, large, 2)
     found["decoding"] = partial(decoding_step, machine, (2, 3, 8, 130), 2)
-    model = gpu_models.Shape(
-        name="a tiny Llama", kind="llama", classes=130, features=8, hidden=16, layers=1, heads=2, key_value_heads=1
-    )
+    model = gpu_models.Shape("a tiny Llama", "llama", 130, 8, 16, layers=1, heads=2, key_value_heads=1)
     found["model"] = partial(gpu_models.training_step, machine, peers, model, 2, batch=2, length=5, at_most=3)
     return found
 

@@ -10,7 +10,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gpu_losses import Loss, Peers
@@ -26,8 +26,7 @@ STEPS = 3
 """more batches that are tried between the largest power of two that fits and the next"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(NamedTuple):
     """A model; all of them tie the embedding and the output layer."""
 
     name: str
@@ -61,46 +60,10 @@ class Shape:
 
 
 SHAPES = (
-    Shape(
-        name="SmolLM 135M",
-        kind="llama",
-        classes=49_152,
-        features=576,
-        hidden=1536,
-        layers=30,
-        heads=9,
-        key_value_heads=3,
-    ),
-    Shape(
-        name="Qwen2.5 0.5B",
-        kind="qwen2",
-        classes=151_936,
-        features=896,
-        hidden=4864,
-        layers=24,
-        heads=14,
-        key_value_heads=2,
-    ),
-    Shape(
-        name="Llama 3.2 1B",
-        kind="llama",
-        classes=128_256,
-        features=2048,
-        hidden=8192,
-        layers=16,
-        heads=32,
-        key_value_heads=8,
-    ),
-    Shape(
-        name="four layers of Llama 3.2 1B",
-        kind="llama",
-        classes=128_256,
-        features=2048,
-        hidden=8192,
-        layers=4,
-        heads=32,
-        key_value_heads=8,
-    ),
+    Shape("SmolLM 135M", "llama", 49_152, 576, 1536, layers=30, heads=9, key_value_heads=3),
+    Shape("Qwen2.5 0.5B", "qwen2", 151_936, 896, 4864, layers=24, heads=14, key_value_heads=2),
+    Shape("Llama 3.2 1B", "llama", 128_256, 2048, 8192, layers=16, heads=32, key_value_heads=8),
+    Shape("four layers of Llama 3.2 1B", "llama", 128_256, 2048, 8192, layers=4, heads=32, key_value_heads=8),
 )
 
 
