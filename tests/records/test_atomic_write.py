@@ -55,3 +55,15 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     with atomic_write(path):
         pass
     assert names(tmp_path) == {path.name, other.name}
+
+
+def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path):
+    """The second one removes what killed writers left behind, and the first one's file is none of that."""
+    path = tmp_path / "a"
+    with atomic_write(path) as first:
+        first.write(b"first")
+        with atomic_write(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == b"first"
+    assert names(tmp_path) == {"a"}

@@ -76,6 +76,26 @@ def test_others_can_read_it_as_safetensors(tmp_path):
     assert_same(load_file(tmp_path / "x"), TENSORS)
 
 
+def test_tensors_begin_where_memory_can_be_mapped(tmp_path):
+    """The format asks for a header whose length is a multiple of 8."""
+    for length in range(9):
+        save(tmp_path / "a", {"weight": torch.ones(3)}, {"note": "x" * length})
+        assert int.from_bytes((tmp_path / "a").read_bytes()[:8], "little") % 8 == 0
+
+
+@pytest.mark.parametrize("slack", [0, 1])
+def test_a_header_may_be_as_long_as_its_limit(tmp_path, monkeypatch, slack):
+    save(tmp_path / "a", {"weight": torch.ones(3)}, {})
+    length = int.from_bytes((tmp_path / "a").read_bytes()[:8], "little")
+    monkeypatch.setattr("sigsoftmax.lm.saving.checkpoints.HEADER_LIMIT", length - slack)
+    if slack:
+        with pytest.raises(ValueError, match=f"may take {length - 1:,} bytes, got {length:,}"):
+            save(tmp_path / "b", {"weight": torch.ones(3)}, {})
+    else:
+        save(tmp_path / "b", {"weight": torch.ones(3)}, {})
+        assert load(tmp_path / "b").tensors["weight"].equal(torch.ones(3))
+
+
 def test_nothing_at_all_is_a_checkpoint_too(tmp_path):
     save(tmp_path / "x", {}, {})
     assert load(tmp_path / "x").tensors == load(tmp_path / "x").meta == {}
