@@ -226,6 +226,21 @@ def test_two_classes_far_to_the_left_share_the_probability(backend: str) -> None
 
 
 @every_backend
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
+def test_classes_that_meet_from_both_sides_of_c_are_right_to_a_rounding_of_their_phi(size: float, backend: str) -> None:
+    """gss of negative k falls left of c and rises right of it: classes with logits far apart have phi that agree."""
+    z, c = torch.tensor([[-size, 2.0 * size, -size, 2.0 * size]]), torch.tensor([0.25, -1.0, 1.5, 0.5])
+    function = sigsoftmax.OutputFunction("gss", k=-2.0, c=c)
+    losses = sigsoftmax.cross_entropy(
+        z.expand(4, 4), torch.arange(4), function=function, reduction="none", backend=backend
+    )
+    phi = function.phi(z.double())
+    torch.testing.assert_close(
+        losses.double(), torch.logsumexp(phi, -1) - phi[0], rtol=4e-7, atol=4e-7 * (1.0 + 2.0 * size)
+    )
+
+
+@every_backend
 @every_member
 def test_z_loss_and_weights_of_0_make_no_nan(member: Member, backend: str) -> None:
     """Squares of normalisers overflow, and what overflows meets probabilities, priors and weights of 0."""

@@ -1,6 +1,6 @@
-"""Liger's losses are softmax and are refused on a patched model; its other kernels run beside our loss."""
+"""Liger's losses are softmax and are refused on a patched model."""
 
-import copy
+from pathlib import Path
 
 import pytest
 
@@ -10,25 +10,16 @@ pytest.importorskip("liger_kernel")
 import torch
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 from tests.integrations.huggingface.tiny import phi, plain_loss, tiny, tokens
+from tests.interpreted import run_interpreted
 from transformers import Trainer, TrainingArguments
-from transformers.models.llama import modeling_llama
 
 from sigsoftmax.integrations.huggingface import apply_output_function, remove_output_function
 
-NAMES = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")
+pytestmark = pytest.mark.usefixtures("liger_undone")
+
 LOSS_ONLY = {"rope": False, "rms_norm": False, "swiglu": False}
 REMEDY = "fused_linear_cross_entropy=False"
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Liger's kernels need a GPU")
-
-
-@pytest.fixture(autouse=True)
-def _transformers_as_it_was(monkeypatch):
-    """Liger changes modules and classes of transformers, and torch's own cross-entropy."""
-    for name in NAMES:
-        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
-    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", modeling_llama.LlamaForCausalLM.forward)
-    monkeypatch.setattr(torch.nn.functional, "cross_entropy", torch.nn.functional.cross_entropy)
 
 
 def test_the_fused_loss_on_a_patched_model_is_refused():
@@ -83,52 +74,6 @@ def test_its_cross_entropy_is_not_the_one_that_a_patched_model_uses():
     torch.testing.assert_close(model(tokens(), labels=tokens()).loss, wanted)
 
 
-@needs_gpu
-@pytest.mark.parametrize("function", ["softmax", "sigsoftmax"])
-def test_its_other_kernels_beside_our_loss(function):
-    plain = tiny(hidden_size=64, intermediate_size=128, dtype=torch.float32).cuda().train()
-    ids = tokens().cuda()
-    wanted = plain_loss(phi(plain(ids).logits) if function == "sigsoftmax" else plain(ids).logits, ids)
-    wanted.backward()
-    model = apply_output_function(copy.deepcopy(plain), function)
-    model.zero_grad()
-    apply_liger_kernel_to_llama(model=model, fused_linear_cross_entropy=False)
-    assert "Liger" in repr(model.model.norm) or "Liger" in model.model.norm.forward.__qualname__
-    output = model(input_ids=ids, labels=ids)
-    assert "logits" not in output
-    torch.testing.assert_close(output.loss, wanted, rtol=1e-3, atol=1e-3)
-    output.loss.backward()
-    for own, value in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(value.grad, own.grad, rtol=1e-2, atol=1e-3)
-
-
-@needs_gpu
-def test_the_trainer_with_its_other_kernels(tmp_path):
-    rows = tokens(4, 8)
-    trainer = Trainer(
-        model=apply_output_function(tiny(), "sigsoftmax"),
-        args=TrainingArguments(
-            tmp_path,
-            report_to=[],
-            max_steps=1,
-            logging_steps=1,
-            learning_rate=0.0,
-            per_device_train_batch_size=4,
-            use_liger_kernel=True,
-            liger_kernel_config={"fused_linear_cross_entropy": False},
-            disable_tqdm=True,
-        ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-    )
-    trainer.train()
-    wanted = float(plain_loss(phi(tiny()(rows).logits.detach()), rows))
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(wanted, rel=1e-2)
-
-
-@needs_gpu
-def test_its_fused_loss_is_refused_where_it_can_run():
-    model = tiny(hidden_size=64, intermediate_size=128).cuda().train()
-    apply_output_function(model, "sigsoftmax")
-    apply_liger_kernel_to_llama(**LOSS_ONLY)
-    with pytest.raises(RuntimeError, match=f"`lce_forward`.*{REMEDY}"):
-        model(input_ids=tokens().cuda(), labels=tokens().cuda())
+@pytest.mark.slow
+def test_its_kernels_run_beside_our_loss_in_the_interpreter():
+    run_interpreted(Path(__file__).parent / "test_liger_kernels.py")
