@@ -37,7 +37,7 @@ BENCHMARKS = "[benchmarks](benchmarks.md)"
 SHORT_RUNS = "[reproduction](reproduction.md#the-stage-gate)"
 PLACES = {
     "benchmarks/records/classifiers/digits.jsonl": Place(
-        "[classifiers](classifiers.md#digits-through-two-units)", "an hour of a CPU"
+        "[classifiers](classifiers.md#digits-through-two-units)", "half an hour of one CPU core"
     ),
     "benchmarks/records/compiling.jsonl": Place(
         "[compiling kernels](benchmark-tables.md#compiling-kernels)", "2 minutes of a CPU"
