@@ -256,7 +256,9 @@ def ranks(runs: WholeRuns) -> str:
             stage: Stage = "finetuned" if m.run.phase == "finetune" else "trained"
             value = variant.perplexities.get((stage, "test"), {}).get(seed)
             loss = "" if value is None else f"{math.log(value):.3f} ({value:.2f})"
-            name = f"{model_name(corpus, variant, seed)}, {stage}"
+            # Short, since the table is wide: the table of times has the epochs.
+            where = "" if corpus == "ptb" else f"{corpus_label(corpus)}, "
+            name = f"{head_label(variant.run.head)}, {where}seed {seed}, {stage}"
             paper_rank = published.get((corpus, same_head(m.run.head)), "")
             rows.append([name, loss, *rank_cells(m.spectrum), paper_rank])
     if not rows:
