@@ -148,13 +148,13 @@ def without_commit(root: Path = ROOT) -> str:
     lacking = [name for name, environments in every.items() if not all(where.commit for where in environments)]
     changed = [name for name, environments in every.items() if any(where.clean is False for where in environments)]
     return (
-        f"Of {len(every)} files {len(lacking)} {_have(lacking)} records without a commit, and {len(changed)} "
-        f"{_have(changed)} records of code that had been changed since the commit that they name.\n"
+        f"Of {len(every)} files {_have(lacking)} records without a commit, and {_have(changed)} records of code that had "
+        "been changed since the commit that they name.\n"
     )
 
 
 def _have(names: Sequence[str]) -> str:
-    return "has" if len(names) == 1 else "have"
+    return "1 has" if len(names) == 1 else f"{len(names) or 'none'} {'have' if names else 'has'}"
 
 
 def commands(root: Path = ROOT) -> str:
