@@ -148,8 +148,8 @@ def without_commit(root: Path = ROOT) -> str:
     lacking = [name for name, environments in every.items() if not all(where.commit for where in environments)]
     changed = [name for name, environments in every.items() if any(where.clean is False for where in environments)]
     return (
-        f"Of {len(every)} files {_have(lacking)} records without a commit, and {_have(changed)} records of code that had "
-        "been changed since the commit that they name.\n"
+        f"Of {len(every)} files {_have(lacking)} records without a commit, and {_have(changed)} records of code "
+        "that had been changed since the commit that they name.\n"
     )
 
 
