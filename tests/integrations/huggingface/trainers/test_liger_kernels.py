@@ -86,5 +86,5 @@ def test_its_fused_loss_is_refused_where_it_can_run():
     model = tiny(hidden_size=64, intermediate_size=128).to(DEVICE).train()
     apply_output_function(model, "sigsoftmax")
     apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False)
-    with pytest.raises(RuntimeError, match="`lce_forward`.*fused_linear_cross_entropy=False"):
+    with pytest.raises(RuntimeError, match=r"`lce_forward`.*fused_linear_cross_entropy=False"):
         model(input_ids=tokens().to(DEVICE), labels=tokens().to(DEVICE))
