@@ -15,13 +15,12 @@ from sigsoftmax.report.findings.audit_meaning import (
     meaning,
     softmax_curve,
 )
-from sigsoftmax.report.number_text import count_text, seconds_text, width_text
+from sigsoftmax.report.number_text import count_text, seconds_text, width_text, wrapped
 from sigsoftmax.report.tables import Column, Fields, Row, Table, head_cell
 from sigsoftmax.report.theme import Looks, head_label, same_head
 
 __all__ = ["audit_text", "facts_table", "target_table", "truncation_table"]
 
-COLUMNS = 110
 NEVER_SHOWN = 20
 """words that can never come first, by number"""
 
@@ -62,12 +61,7 @@ class Part(NamedTuple):
 
     def to_text(self) -> str:
         """The title, lines beneath it that are wrapped and keep their indentation, and the table."""
-        told = [f"{self.title}:"]
-        for line in self.lines:
-            indent = " " * (2 + len(line) - len(line.lstrip()))
-            wrapper = textwrap.TextWrapper(COLUMNS, indent, f"{indent}  ", break_long_words=False)
-            wrapper.break_on_hyphens = False
-            told.append(wrapper.fill(line.strip()))
+        told = [f"{self.title}:", *(wrapped(line, "  ") for line in self.lines)]
         return "\n".join(told + ([textwrap.indent(self.table.to_text(), "  ")] if self.table else []))
 
 
