@@ -103,7 +103,7 @@ def test_description_names_every_rule_and_refusal():
     ("matrix", "message"),
     [
         (torch.zeros(3), r"expected a floating-point matrix .* shape \(3,\)"),
-        (torch.zeros(3, 0), r"at least one row and one column"),
+        (torch.zeros(3, 0), r"at least one of each"),
         (torch.zeros(3, 3, dtype=torch.int64), r"got torch.int64"),
         (
             torch.tensor([[0.0, 0.0], [0.0, -math.inf]]),
