@@ -93,7 +93,7 @@ def test_a_matrix_of_another_kind():
 
 def test_description_names_every_rule_and_refusal():
     text = describe(spectrum(torch.log_softmax(logits(5, bias=True), -1).float(), source="forty words"))
-    assert "forty words: 40 words, 70 contexts" in text
+    assert "forty words: 40 tokens, 70 contexts" in text
     assert "rank 7 above" in text
     assert "not counted at" in text
     assert all(name in text for name in ("press32", "numpy32", "numpy64", "press64", "noise", "stable", "effective"))

@@ -52,7 +52,7 @@ def restricted(
     return Distributions(
         log_p_NV=log_p_NC[possible_N] - log_mass_N[possible_N, None],
         weights_N=weights_N[possible_N] * log_mass_N[possible_N].exp(),
-        description=f"{description}, given the {vocabulary:,} likeliest of {all_tokens:,} words",
+        description=f"{description}, given the {vocabulary:,} likeliest of {all_tokens:,} tokens",
     )
 
 

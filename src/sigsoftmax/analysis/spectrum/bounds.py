@@ -169,7 +169,7 @@ def upper_bound(layer: HeadWeights, contexts: Contexts) -> tuple[int, str]:
         why = "the head is a mixture" if layer.components > 1 else "phi is not linear"
         return full, f"{SMALLER_SIDE}: {why}, and theory knows no other bound"
     if different_tokens <= different_contexts:
-        return different_tokens, f"{different_tokens} of {layer.vocabulary} words differ in W or bias"
+        return different_tokens, f"{different_tokens} of {layer.vocabulary} tokens differ in W or bias"
     return different_contexts, f"{different_contexts} of {len(contexts)} contexts differ"
 
 

@@ -45,7 +45,7 @@ def describe(found: Spectrum) -> str:
     broken_off = f", of {found.contexts_expected:,} expected" if found.contexts_expected else ""
     noise = f"noise floor {found.noise_floor:.3g} = {relative}"
     lines = [
-        f"{found.source}: {found.words:,} words, {found.contexts:,} contexts{broken_off}",
+        f"{found.source}: {found.words:,} tokens, {found.contexts:,} contexts{broken_off}",
         f"sigma_max {found.largest:.6g}, {noise} ({found.method}, entries of {found.precision or found.dtype})",
     ]
     for count in found.ranks():

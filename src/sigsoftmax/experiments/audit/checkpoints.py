@@ -59,12 +59,12 @@ def open_checkpoint(
         return alone
     corpus: Corpus | None = None
     if text is not None:
-        ids_L, description = _ids_of(text, loaded, notes), f"the words of {text}"
+        ids_L, description = _ids_of(text, loaded, notes), f"the tokens of {text}"
     else:
         corpus = _own_corpus(loaded, file, data)
         ids_L, description = corpus.test, f"the test text of {corpus.name!r}"
     if ids_L.numel() < 2:
-        raise ValueError(f"the text has {ids_L.numel()} words; an audit needs at least 2, and better some thousands")
+        raise ValueError(f"the text has {ids_L.numel()} tokens; an audit needs at least 2, and better some thousands")
 
     def truth(count: int) -> Tensor:
         assert corpus is not None and corpus.language is not None and corpus.test_contexts is not None

@@ -101,7 +101,7 @@ class HuggingFaceModel:
         known = min(self.vocabulary, self.model.get_input_embeddings().weight.shape[0])
         if int(windows.ids_BL.max()) >= known:
             raise ValueError(
-                f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.known.name} has {known} words; the "
+                f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.known.name} has {known} tokens; the "
                 "tokenizer belongs to another model"
             )
         hidden: list[Tensor] = []
