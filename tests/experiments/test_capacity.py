@@ -145,13 +145,13 @@ def test_heads_are_named_as_compare_names_them():
     ("changes", "message"),
     [
         ({"heads": ("mos(K=2, latent=linear)",)}, r"latent and prior cannot be chosen here, where no layer makes them"),
-        ({"starts": 0}, r"starts must be at least 1, got 0"),
+        ({"starts": 0}, r"starts must be a positive integer, got 0"),
         ({"seed": -1}, r"seed must not be negative, got -1"),
-        ({"weights": "even"}, r"weights must be 'uniform' or 'stationary', got 'even'"),
+        ({"weights": "even"}, r"weights must be one of 'uniform', 'stationary', got 'even'"),
         ({"widths": ()}, r"widths must be at least one positive number"),
         ({"heads": ("sofmax",)}, r"unknown output function 'sofmax'"),
         ({"iterations": -1}, r"a budget needs iterations >= 0"),
-        ({"workers": 0}, r"workers must be at least 1"),
+        ({"workers": 0}, r"workers must be a positive integer"),
     ],
 )
 def test_bad_configurations(changes, message):

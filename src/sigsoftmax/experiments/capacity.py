@@ -14,10 +14,12 @@ from sigsoftmax.analysis.audit.effort import fit_seconds
 from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves, contained_pairs
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.experiments.display import Say
 from sigsoftmax.experiments.distribution_sources import open_distributions
 from sigsoftmax.experiments.fitted_heads import fitted_heads
 from sigsoftmax.experiments.runs.run import check_out
+from sigsoftmax.family.notation import check_choice
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.capacity import CapacityResult
@@ -71,12 +73,10 @@ class CapacityToolConfig:
     """folder for the records"""
 
     def __post_init__(self) -> None:
-        if self.starts < 1:
-            raise ValueError(f"starts must be at least 1, got {self.starts}")
+        check_positive(starts=self.starts)
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
-        if self.weights not in ("uniform", "stationary"):
-            raise ValueError(f"weights must be 'uniform' or 'stationary', got {self.weights!r}")
+        check_choice("weights", self.weights, ("uniform", "stationary"))
         check_out(self.out)
         self.capacity()
 

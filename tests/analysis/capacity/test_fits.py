@@ -262,7 +262,7 @@ def test_where_a_phi_of_the_users_own_becomes_a_line():
     [
         ({"widths": ()}, r"widths must be at least one positive number, got \(\)"),
         ({"widths": (0,)}, r"widths must be at least one positive number"),
-        ({"workers": 0}, r"workers must be at least 1, got 0"),
+        ({"workers": 0}, r"workers must be a positive integer, got 0"),
         ({"random_starts": -1}, r"must not be negative"),
         ({"least_starts": -1}, r"must not be negative"),
         ({"heads": ()}, r"expected at least one head"),

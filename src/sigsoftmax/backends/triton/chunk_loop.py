@@ -58,8 +58,6 @@ class TritonLoss(TritonPath[LossSpec], ChunkedLoss):
 
     def __init__(self, problem: Problem[LossSpec], description: str = "rows by kernels") -> None:
         super().__init__(problem, LogitsKernels, description)
-        self.refused: dict[str, str] = {}
-        """faster paths, and why they were refused"""
         self.scaling = Scaling.of(problem)
 
     def scale(self, gradients: Sequence[Tensor], factor: Tensor) -> None:

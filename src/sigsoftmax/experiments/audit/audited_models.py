@@ -145,6 +145,12 @@ def open_matrix(path: str) -> AuditedModel:
 # --- arrays ---------------------------------------------------------------------------------------------------------
 
 
+def check_length(tokens: int) -> None:
+    """Refuse a text in which nothing follows anything."""
+    if tokens < 2:
+        raise ValueError(f"the text has {tokens} tokens; an audit needs at least 2, and better some thousands")
+
+
 def open_arrays(path: str, *, function: str | None = None, memory: int, seed: int = 0) -> AuditedModel:
     """An output matrix W (vocabulary, width), perhaps a bias b (vocabulary,), and hidden vectors H (contexts, width).
 
