@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 from sigsoftmax.records import Environment
 from sigsoftmax.records.grouping import grouped
-from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.records.schemas.capacity import CapacityResult, softmax_width_of_equal_kl
 from sigsoftmax.report.figures import (
     Axis,
     Choice,
@@ -141,28 +140,20 @@ def _numbers_summary(results: Sequence[CapacityResult]) -> str:
     if not curve or not mixtures:
         return "The same fits, against the numbers that each context may choose freely."
     mixed = "A mixture of K components chooses K vectors for each context."
-    compared = [(r.fitted_kl, _interpolated(curve, r.numbers_per_context)) for r in mixtures]
-    known = [(own, kl) for own, kl in compared if kl is not None and max(kl, own) > REACHED]
+
+    def worth(kl: float) -> float:
+        return softmax_width_of_equal_kl(kl, curve, floor=REACHED)
+
+    inside = [r for r in mixtures if min(curve) <= r.numbers_per_context <= max(curve) and r.fitted_kl >= 0.0]
+    known = [r for r in inside if r.fitted_kl > REACHED or worth(REACHED) > r.numbers_per_context]
     if not known:
         return mixed
-    better = sum(own < kl * (1.0 - EQUAL) for own, kl in known)
-    worse = sum(own > kl * (1.0 + EQUAL) for own, kl in known)
+    better = sum(worth(r.fitted_kl / (1.0 - EQUAL)) > r.numbers_per_context for r in known)
+    worse = sum(worth(r.fitted_kl / (1.0 + EQUAL)) < r.numbers_per_context for r in known)
     return (
         f"{mixed} At equal numbers per context a mixture has less KL than softmax in {better} of {len(known)} fits and "
         f"more in {worse}, with an output matrix that is about K times smaller."
     )
-
-
-def _interpolated(curve: Mapping[int, float], place: float) -> float | None:
-    """KL of softmax at a width between measured ones, straight on logarithmic axes."""
-    below, above = [w for w in curve if w <= place], [w for w in curve if w >= place]
-    if not below or not above:
-        return None
-    left, right = max(below), min(above)
-    if left == right or curve[left] <= 0.0 or curve[right] <= 0.0:
-        return curve[left] if left == right else None
-    share = (math.log(place) - math.log(left)) / (math.log(right) - math.log(left))
-    return math.exp((1.0 - share) * math.log(curve[left]) + share * math.log(curve[right]))
 
 
 def _rank_figure(
