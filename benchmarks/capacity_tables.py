@@ -16,9 +16,8 @@ import torch
 from write_docs import NO_RECORDS, markdown_table
 
 from sigsoftmax import records
-from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.spectrum.noise_floor import entry_noise, svd_error
-from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.records.schemas.capacity import CapacityResult, softmax_width_of_equal_kl
 from sigsoftmax.records.schemas.spectra import Spectrum
 
 RANKS_AT = 8

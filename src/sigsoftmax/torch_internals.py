@@ -122,10 +122,6 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, _fake_tensor) if _fake_tensor is not None else type(tensor).__name__ == "FakeTensor"
 
 
-refuses_any_change: bool = _unpack_saved is None
-"""True if a backward pass refuses a change of any saved tensor, needed or not: where the fallback below serves."""
-
-
 def first_saved_tensors(ctx: Any, count: int) -> tuple[Tensor | None, ...]:
     """The first tensors that an autograd function saved; nothing is asked of the others, which may have changed.
 

@@ -23,6 +23,7 @@ from sigsoftmax.records.schemas.training import ComparisonRecord
 from sigsoftmax.report import recorded_comparisons
 from sigsoftmax.report.loading import load
 from sigsoftmax.report.material import Material
+from sigsoftmax.report.number_text import wrapped
 from sigsoftmax.report.sections import comparison, verdict
 from sigsoftmax.report.tables import Table
 from sigsoftmax.report.theme import head_label
@@ -165,7 +166,7 @@ def test_the_page_shows_what_the_terminal_printed(two_seeds):
     assert table.to_text() == figure.table.to_text() == said[2]
     assert next(block for block in made.blocks if isinstance(block, Table)).to_text() == said[3]
     sentences = [*opening.findings, *made.findings]
-    assert "\n".join(["Which head should I use?", *(f"- {text}" for text in sentences)]) == said[4]
+    assert "\n".join(["Which head should I use?", *(wrapped(f"- {text}") for text in sentences)]) == said[4]
     levels = {head: sum(m.record.kl for m in results if m.record.run.head == head) for head in HEADS_HERE}
     best = min(levels, key=levels.__getitem__)
     assert opening.findings[0].startswith(f"{head_label(best)} has the lowest KL to the truth")

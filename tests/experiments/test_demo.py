@@ -4,13 +4,12 @@ import dataclasses
 import sys
 
 import pytest
-from tests.records import samples
 
 from sigsoftmax.analysis.capacity.curves import CapacityConfig
 from sigsoftmax.analysis.capacity.lbfgs import Budget
-from sigsoftmax.experiments.demo import HEADS, DemoConfig, findings, run, table
+from sigsoftmax.experiments.demo import HEADS, DemoConfig, reached, run
 from sigsoftmax.records import read
-from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
+from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.records.schemas.spectra import Spectrum
 from sigsoftmax.synthetic import Language
 
@@ -34,7 +33,13 @@ def demo(tmp_path_factory) -> tuple[DemoConfig, list[CapacityResult], str]:
 
 def test_everything_is_said_and_written(demo):
     config, results, said = demo
-    for part in ("20 contexts, 12 words, log P of rank 6", "Width d = 2", "sigsoftmax", "moss(K=4)", "KL at width 2"):
+    for part in (
+        "20 contexts, 12 words, log P of rank 6",
+        "Width d = 2",
+        "sigsoftmax",
+        "MoSS(K=4)",
+        "KL against softmax",
+    ):
         assert part in said
     pytest.importorskip("matplotlib")
     for name in ("bottleneck", "singular_values", "kl_against_width"):
@@ -44,15 +49,6 @@ def test_everything_is_said_and_written(demo):
     first, *others = read(config.out / "bottleneck.jsonl")
     assert first.payload_as(Spectrum).float64_rank == 6
     assert [record.payload_as(CapacityResult) for record in others] == results
-
-
-def test_the_table_is_aligned(demo):
-    _, results, _ = demo
-    lines = table(results, 2).splitlines()
-    rules = [number for number, line in enumerate(lines) if set(line) == {"-"}]
-    body = lines[rules[0] : rules[2] + 1]
-    assert len({len(line) for line in body}) == 1
-    assert len(body) == 3 + 2 + len(HEADS)
 
 
 def test_a_second_run_replaces_the_records(demo):
@@ -78,38 +74,14 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path, monkeypatch):
     assert (tmp_path / "bottleneck.jsonl").is_file()
 
 
-def invented(**kl_and_rank: tuple[float, int]) -> list[CapacityResult]:
-    return [
-        samples.capacity(head=head, kl=kl, fitted_kl=kl, rank=rank, rank_bound=200)
-        for head, (kl, rank) in kl_and_rank.items()
-    ]
-
-
-def test_the_words_follow_the_numbers():
-    equal = "\n".join(findings(invented(softmax=(0.9, 10), sigsoftmax=(0.899, 103)), 8, 100))
-    assert "numerical rank 103 where softmax has 10, and the same KL within 0.11%" in equal
-    better = "\n".join(findings(invented(softmax=(0.9, 10), sigsoftmax=(0.45, 103)), 8, 100))
-    assert "50.0% less KL" in better
-    assert "same KL" not in better
-    full = invented(softmax=(0.9, 10), a=(0.5, 200), b=(0.2, 199))
-    assert "rank is necessary, not sufficient" in "\n".join(findings(full, 8, 100))
-    alike = invented(softmax=(0.9, 10), a=(0.2, 200), b=(0.2, 199))
-    assert "not sufficient" not in "\n".join(findings(alike, 8, 100))
-    wide = [dataclasses.replace(result, width=99) for result in invented(softmax=(0.0, 100))]
-    assert "at width 99 and not at 8" in "\n".join(findings(full + wide, 8, 100))
-
-
-def test_tables_and_words_are_of_fits_and_limits_stand_apart():
-    """A minimum that is carried over from softmax would put sigsoftmax at or below it by construction."""
-    softmax, sigsoftmax = invented(softmax=(0.9, 10), sigsoftmax=(0.9, 103))
-    sigsoftmax = dataclasses.replace(
-        sigsoftmax, fitted_kl=0.99, starts=(StartResult(name="random 0", kl=1.08, iterations=9),)
+def test_the_width_at_which_softmax_reaches_the_truth():
+    said = reached({8: 0.9, 98: 2e-4, 99: 5e-5}, 100)
+    assert said == (
+        "softmax reaches the truth (KL <= 0.0001) at width 99 and not at 98: its log-outputs have rank at most d + 2, "
+        "and log P has rank 100."
     )
-    words = "\n".join(findings([softmax, sigsoftmax], 8, 100))
-    assert "10.0% more KL" in words
-    assert "at most 0.9000, since it contains softmax" in words
-    row = next(line for line in table([softmax, sigsoftmax], 8).splitlines() if line.startswith("sigsoftmax"))
-    assert row.split()[5:7] == ["0.9900", "1.0800"]
+    assert reached({8: 0.9}, 100) == "softmax reaches the truth at none of these widths; log P has rank 100."
+    assert reached({8: 0.0}, 3) == "softmax reaches the truth (KL <= 0.0001) at width 8."
 
 
 def test_the_languages_have_the_rank_they_claim():

@@ -34,7 +34,7 @@ def test_languages(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("of_rnk(contexts=9)", r"cannot read the language .*; did you mean 'of_rank'"),
+        ("of_rnk(contexts=9)", r"cannot read the language .* \(did you mean 'of_rank'\?\)"),
         ("something", r"the kinds are of_rank, dirichlet, topics, peaked, made_by"),
         ("of_rank(contexts=9)", r"lacks words, rank; write them as in words=\.\.\."),
         ("of_rank(contxts=9)", r"cannot read 'contxts=9' .* takes contexts, words, rank, scale=2.0"),

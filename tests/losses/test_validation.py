@@ -200,7 +200,7 @@ def test_weights_of_a_wrong_shape_or_dtype(call: Call) -> None:
 
 @every_loss
 def test_options_out_of_their_range(call: Call) -> None:
-    refuses(call, "reduction must be 'none', 'mean' or 'sum', got 'average'", reduction="average")
+    refuses(call, "reduction must be one of 'none', 'mean', 'sum', got 'average'", reduction="average")
     for smoothing in (-0.1, 1.1, math.nan):
         refuses(call, f"label_smoothing must lie in [0, 1], got {smoothing}", label_smoothing=smoothing)
     for z_loss in (-1.0, math.inf, math.nan):

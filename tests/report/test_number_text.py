@@ -15,6 +15,7 @@ from sigsoftmax.report.number_text import (
     signed_text,
     size_text,
     width_text,
+    wrapped,
     yes_or_no,
 )
 
@@ -77,3 +78,11 @@ def test_widths_of_equal_kl_may_lie_outside_those_that_were_fitted(width, fitted
 def test_long_lists_say_how_much_is_left_out():
     assert listed(["a", "b", "c"], most=3) == "a; b; c"
     assert listed(["a", "b", "c", "d"], most=3) == "a; b; and 2 more"
+
+
+def test_long_lines_are_broken_for_a_terminal():
+    line = "  " + "word " * 30
+    first, second = wrapped(line, "  ").splitlines()
+    assert first == "    " + " ".join(["word"] * 21)
+    assert second == "      " + " ".join(["word"] * 9)
+    assert wrapped("- short") == "- short"

@@ -214,7 +214,7 @@ def test_a_page_is_made_whatever_the_numbers_are(runs, tmp_path, replace):
 
 def test_configuration_is_checked(tmp_path):
     with pytest.raises(ValueError, match="name files of records"):
-        ReportConfig(paths=())
+        write_report(ReportConfig(paths=()))
     with pytest.raises(ValueError, match=r"is a folder; name a file, as .*report\.html"):
         ReportConfig(paths=(tmp_path,), out=tmp_path)
     with pytest.raises(ValueError, match="has the name of a file of records"):

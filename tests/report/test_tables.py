@@ -54,3 +54,15 @@ def test_an_interval_stays_in_one_piece_on_a_page_and_has_plain_spaces_in_a_term
     table = Table(caption="c", columns=[Column("A", "label"), Column("B", "interval")], rows=[Row(("a", text))])
     assert "0.4 (−0.50 to +0.25)" in table.to_text()
     assert f'class="interval">{text}<' in table.to_html()
+
+
+def test_a_terminal_leaves_out_columns_for_which_it_has_no_room():
+    columns = [Column("Name", "label"), Column("Rule", page_only=True), Column("n")]
+    table = Table(caption="", columns=columns, rows=[Row(("paper",)), Row(("softmax", "press32", "3"))], notes=())
+    assert "press32" in table.to_html()
+    assert table.to_text().splitlines()[2:-1] == ["Name       n", "-" * 12, "paper", "  softmax  3"]
+
+
+def test_long_notes_are_broken_for_a_terminal():
+    table = Table(caption="", columns=[Column("n")], rows=[Row(("1",))], notes=["note " * 40])
+    assert max(map(len, table.to_text().splitlines())) <= 110

@@ -196,6 +196,11 @@ class Refusal(NamedTuple):
     reason: str
 
 
+def first_reason(reasons: dict[str, bool]) -> str | None:
+    """The first reason for a refusal that holds."""
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 @dataclass(frozen=True)
 class Decision:
     """The backend of an operation, who chose it, its path, and why each faster one was refused."""

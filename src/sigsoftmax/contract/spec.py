@@ -18,6 +18,7 @@ from torch import Tensor
 from sigsoftmax import family
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.formulas import Form
+from sigsoftmax.family.notation import check_choice
 from sigsoftmax.family.parameters import ParameterKind, kind_of, scalar
 
 Function = str | OutputFunction
@@ -141,7 +142,7 @@ class StatisticsSpec(CallSpec):
     weight_gradient: WeightGradient = "auto"
 
     def __post_init__(self) -> None:
-        check_weight_gradient(self.weight_gradient)
+        check_choice("weight_gradient", self.weight_gradient, get_args(WeightGradient))
         check_index("ignore_index", self.ignore_index)
         check_index("topk", self.topk)
         if self.topk < 0:
@@ -149,8 +150,7 @@ class StatisticsSpec(CallSpec):
         for name in ("entropy", "argmax"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not 0.0 < self.temperature < float("inf"):
-            raise ValueError(f"temperature must be a finite number greater than 0, got {self.temperature}")
+        check_temperature(self.temperature)
         super().__post_init__()
 
     def largest_gradient(self, steepest: float, largest_logit: float) -> float:
@@ -176,9 +176,8 @@ class LossSpec(CallSpec):
     extras: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_weight_gradient(self.weight_gradient)
-        if self.reduction not in ("none", "mean", "sum"):
-            raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
+        check_choice("weight_gradient", self.weight_gradient, get_args(WeightGradient))
+        check_choice("reduction", self.reduction, ("none", "mean", "sum"))
         check_index("ignore_index", self.ignore_index)
         check_label_smoothing(self.label_smoothing)
         check_nonnegative("z_loss", self.z_loss)
@@ -288,18 +287,19 @@ def check_chunk_bytes(size: int | None) -> None:
         raise ValueError(f"chunk_bytes must be a positive number of bytes, got {size!r}")
 
 
-def check_weight_gradient(value: str) -> None:
-    """Check that it is a known way to sum the gradient of a weight."""
-    if value not in get_args(WeightGradient):
-        choices = ", ".join(map(repr, get_args(WeightGradient)))
-        raise ValueError(f"weight_gradient must be one of {choices}, got {value!r}")
-
-
 def check_extras(names: Sequence[str] | None, known: Sequence[str]) -> None:
     """Check that all further results that are asked for are known."""
     for name in names or ():
         if name not in known:
             raise ValueError(f"unknown extra {name!r}; known: {', '.join(known)}")
+
+
+def check_temperature(temperature: float) -> None:
+    """Check that logits can be divided by a temperature."""
+    if not 0.0 < temperature < float("inf"):
+        raise ValueError(
+            f"temperature must be a finite number greater than 0, got {temperature}; for the likeliest class use topk"
+        )
 
 
 def check_positive(**sizes: Any) -> None:

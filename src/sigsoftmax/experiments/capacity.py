@@ -5,29 +5,28 @@ KL is shown against the width and against the free numbers of a context, since a
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sigsoftmax.analysis.audit.effort import fit_seconds
 from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves, contained_pairs
-from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.spectrum.singular_values import spectrum
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.experiments.display import Say
 from sigsoftmax.experiments.distribution_sources import open_distributions
 from sigsoftmax.experiments.fitted_heads import fitted_heads
 from sigsoftmax.experiments.runs.run import check_out
-from sigsoftmax.family.heads import Head
+from sigsoftmax.family.notation import check_choice
 from sigsoftmax.records import Record, store
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.report.findings.capacity import kl_table
 from sigsoftmax.synthetic import Weighting
 
-__all__ = ["CapacityToolConfig", "head_text", "ruled", "run", "softmax_curve", "table"]
+__all__ = ["CapacityToolConfig", "run"]
 
 LANGUAGE = "of_rank(contexts=400, words=200, rank=100)"
 HEADS = (
@@ -74,12 +73,10 @@ class CapacityToolConfig:
     """folder for the records"""
 
     def __post_init__(self) -> None:
-        if self.starts < 1:
-            raise ValueError(f"starts must be at least 1, got {self.starts}")
+        check_positive(starts=self.starts)
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
-        if self.weights not in ("uniform", "stationary"):
-            raise ValueError(f"weights must be 'uniform' or 'stationary', got {self.weights!r}")
+        check_choice("weights", self.weights, ("uniform", "stationary"))
         check_out(self.out)
         self.capacity()
 
@@ -132,8 +129,8 @@ def run(config: CapacityToolConfig, say: Say, progress: Say = lambda _: None) ->
         raise
     progress("")
     pairs = contained_pairs(results)
-    say(table(results, "width"))
-    say(table(results, "numbers"))
+    say(kl_table(results, caption="The fits by width").to_text())
+    say(kl_table(results, caption="The same fits by free numbers per context", by_width=False).to_text())
     say(
         f"Containment holds in all {len(pairs)} pairs: no head is worse than one that it contains, or than itself at a "
         "smaller width.\nKL of free h and W is neither training nor generalisation; differences of the size of those "
@@ -141,62 +138,3 @@ def run(config: CapacityToolConfig, say: Say, progress: Say = lambda _: None) ->
     )
     say(f"Done in {duration_text(time.perf_counter() - began)}. Written:\n  {config.records}")
     return results
-
-
-def table(results: Sequence[CapacityResult], against: str) -> str:
-    """KL of every head's own fit, a column for each width, or for each number of free numbers per context."""
-    by_width = against == "width"
-    found = {(one.head, one.width if by_width else one.numbers_per_context): one for one in results}
-    columns = sorted({place for _, place in found})
-
-    def section(text: Callable[[CapacityResult], str]) -> list[list[str]]:
-        """A row for each head, a cell for each of its results."""
-        return [
-            [head_text(head), *(text(found[head, place]) if (head, place) in found else "" for place in columns)]
-            for head in dict.fromkeys(one.head for one in results)
-        ]
-
-    rows = [["head", *map(str, columns)], *section(lambda one: f"{one.fitted_kl:.4f}")]
-    if not by_width:
-        return "\n".join(["the same, by free numbers per context: K d + K - 1", *ruled(rows)])
-    curve = softmax_curve(results)
-    worth = [row for row in section(lambda one: _softmax_width(one, curve)) if not Head.parse(row[0]).is_softmax]
-    rows += [[], ["softmax of equal KL"], *worth]
-    rows += [[], ["KL from the worst start"], *section(lambda one: f"{one.worst_fitted_kl:.4f}")]
-    limits = [row for row in section(_limit_text) if any(row[1:])]
-    rows += [[], ["at most, by containment"], *limits] if limits else []
-    return "\n".join(["KL (nats) of the best fit, by width d", *ruled(rows)])
-
-
-def ruled(rows: Sequence[Sequence[str]], headings: int = 1) -> list[str]:
-    """Lines of a table whose first column stands to the left and all others to the right, with rules."""
-    sizes = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
-    lines = [
-        "  ".join(f"{cell:{'>' if place else '<'}{sizes[place]}}" for place, cell in enumerate(row)) for row in rows
-    ]
-    rule = "-" * len(lines[0])
-    return [rule, *lines[:headings], rule, *lines[headings:], rule]
-
-
-def softmax_curve(results: Sequence[CapacityResult]) -> dict[int, float]:
-    """The KL of the best softmax by its width."""
-    return {result.width: result.fitted_kl for result in results if result.head == "softmax"}
-
-
-def _softmax_width(result: CapacityResult, curve: Mapping[int, float]) -> str:
-    """The softmax width of equal KL."""
-    width = softmax_width_of_equal_kl(result.fitted_kl, curve)
-    if math.isnan(width):
-        return ""
-    return f"{width:.1f}" if 0.0 < width < math.inf else f"> {max(curve)}" if width else f"< {min(curve)}"
-
-
-def _limit_text(result: CapacityResult) -> str:
-    """The KL of a contained head, where no fit has reached it."""
-    text = "" if result.limit_kl is None else f"{result.limit_kl:.4f}"
-    return "" if text == f"{result.fitted_kl:.4f}" else text
-
-
-def head_text(head: str) -> str:
-    """``gss(k=0.0)`` as ``gss(k=0)``."""
-    return head.replace("=0.0)", "=0)")

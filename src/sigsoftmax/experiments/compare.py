@@ -50,7 +50,7 @@ from sigsoftmax.records.schemas.training import Budget, ComparisonRecord
 from sigsoftmax.report import ReportConfig, recorded_comparisons, write_report
 from sigsoftmax.report.findings.comparisons import Comparison
 from sigsoftmax.report.findings.verdicts import QUESTION, verdict
-from sigsoftmax.report.number_text import counted
+from sigsoftmax.report.number_text import counted, wrapped
 from sigsoftmax.synthetic import batch_means
 
 __all__ = ["HEADS", "CompareConfig", "ComparedRun", "run"]
@@ -211,7 +211,7 @@ def _say(comparison: Comparison, own: list[ComparisonRecord], say: Say) -> None:
     say(comparison.ranking.table().to_text())
     say(comparison.details().to_text())
     said = [*verdict(comparison.ranking), *comparison.findings()]
-    say("\n".join([QUESTION, *(f"- {text}" for text in said)]))
+    say("\n".join([QUESTION, *(wrapped(f"- {text}") for text in said)]))
 
 
 def _epochs_of_all(out: Path, records: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from sigsoftmax.experiments.runs.run import Run
 from sigsoftmax.lm.training.progress import Progress
 from sigsoftmax.lm.training.trainer import PART
 from sigsoftmax.records.durations import duration_text
+from sigsoftmax.records.statistics import perplexity
 from sigsoftmax.terminal import above_bars, clear_line, console
 
 __all__ = [
@@ -103,8 +104,8 @@ def make_display(stream: TextIO | None = None) -> Display:
 
 def perplexity_text(loss: float) -> str:
     """exp of a loss in nats, to four digits."""
-    perplexity = math.exp(min(loss, 700.0))
-    return f"{perplexity:,.2f}" if perplexity < 1000.0 else f"{perplexity:,.0f}" if perplexity < 1e6 else "over 10^6"
+    value = perplexity(loss)
+    return f"{value:,.2f}" if value < 1000.0 else f"{value:,.0f}" if value < 1e6 else "over 10^6"
 
 
 def update_line(progress: Progress) -> str:

@@ -7,7 +7,6 @@ Shapes: N contexts, V vocabulary.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from sigsoftmax.analysis.capacity.distributions import Distributions, checked_lo
 from sigsoftmax.analysis.spectrum.entry_checks import EntryChecks
 from sigsoftmax.analysis.spectrum.matrix_files import from_file
 from sigsoftmax.analysis.spectrum.matrix_readers import Block
-from sigsoftmax.family.notation import key_and_value, parse_call
+from sigsoftmax.family.notation import did_you_mean, key_and_value, parse_call
 from sigsoftmax.synthetic import Language, Weighting
 
 __all__ = ["StoredDistributions", "is_file_of_distributions", "open_distributions", "parse_language"]
@@ -63,12 +62,10 @@ def parse_language(text: str) -> Language:
     call = parse_call(text)
     name = call.name if call else text.strip()
     if call is None or call.items is None or name not in LANGUAGES:
-        near = difflib.get_close_matches(name, LANGUAGES, n=1)
-        hint = f"; did you mean {near[0]!r}" if near else ""
         raise ValueError(
-            f"cannot read the language {text!r}{hint}. Write a kind with its arguments, as in 'of_rank(contexts=400, "
-            "words=200, rank=100, seed=0)', or name a file of distributions (.npy); the kinds are "
-            f"{', '.join(LANGUAGES)}"
+            f"cannot read the language {text!r}{did_you_mean(name, LANGUAGES)}. Write a kind with its arguments, as in "
+            "'of_rank(contexts=400, words=200, rank=100, seed=0)', or name a file of distributions (.npy); the kinds "
+            f"are {', '.join(LANGUAGES)}"
         )
     make = LANGUAGES[name]
     known = inspect.signature(make).parameters

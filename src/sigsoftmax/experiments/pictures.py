@@ -12,6 +12,7 @@ import numpy as np
 
 from sigsoftmax.records.schemas.capacity import CapacityResult
 from sigsoftmax.records.schemas.spectra import Spectrum
+from sigsoftmax.report.findings.capacity import EQUAL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -187,9 +188,9 @@ def _label_widths(axes: Axes, widths: Sequence[int]) -> None:
 
 
 def _coincide(results: Sequence[CapacityResult]) -> bool:
-    """True if the fits of sigsoftmax and softmax differ by less than a hundredth of KL at every common width shown."""
+    """True if the fits of sigsoftmax and softmax have equal KL at every common width shown."""
     softmax, sigsoftmax = (
         {r.width: r.fitted_kl for r in results if r.head == head} for head in ("softmax", "sigsoftmax")
     )
     shown = [width for width in sigsoftmax.keys() & softmax.keys() if softmax[width] > KL_SHOWN]
-    return bool(shown) and all(abs(sigsoftmax[width] / softmax[width] - 1.0) < 0.01 for width in shown)
+    return bool(shown) and all(abs(sigsoftmax[width] / softmax[width] - 1.0) < EQUAL for width in shown)

@@ -10,15 +10,14 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from sigsoftmax.family import Learned, OutputFunction
-from sigsoftmax.family.notation import MIXTURES, key_and_value, parse_call
+from sigsoftmax.family.notation import MIXTURES, check_choice, key_and_value, parse_call
 
 Latent = Literal["tanh", "linear", "residual"]
 """Ways to make the latent vector of a component of a hidden vector h: tanh(W h + b), W h + b, or h + A h."""
 
 
 def check_latent(latent: str) -> None:
-    if latent not in get_args(Latent):
-        raise ValueError(f"latent must be one of {', '.join(map(repr, get_args(Latent)))}, got {latent!r}")
+    check_choice("latent", latent, get_args(Latent))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ Users meet :class:`OutputFunction`: a definition with values for its parameters.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import re
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.family.formulas import LOGISTIC, RELU, SOFTCAP, ArgumentSlopes, Form, Scaled
-from sigsoftmax.family.notation import MIXTURES, key_and_value, parse_call
+from sigsoftmax.family.notation import MIXTURES, did_you_mean, key_and_value, parse_call
 from sigsoftmax.family.parameters import (
     Learned,
     Number,
@@ -131,8 +130,7 @@ def form_by_name(name: str) -> Form:
 
 def definition_by_name(name: str) -> Definition:
     if name not in _DEFINITIONS:
-        near = difflib.get_close_matches(name, _DEFINITIONS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(name, _DEFINITIONS)
         raise ValueError(f"unknown output function {name!r}{hint}; the known ones are {', '.join(_DEFINITIONS)}")
     return _DEFINITIONS[name]
 

@@ -1,8 +1,10 @@
-"""The notation ``name(item, key=value)`` in which members, heads and languages are written."""
+"""The notation ``name(item, key=value)`` in which members, heads and languages are written, and unknown names."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 MIXTURES = {"mos": "softmax", "moss": "sigsoftmax"}
@@ -41,3 +43,15 @@ def key_and_value(item: str) -> tuple[str, str] | None:
     """Take ``"k=0.2"`` apart; None without an equals sign."""
     key, equals, value = (part.strip() for part in item.partition("="))
     return (key, value) if equals else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for a message: the nearest of the known names, or nothing where none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Check that an option has one of the values that it can have."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from sigsoftmax._old_calls import function_was_positional
 from sigsoftmax.contract.signature import is_dtensor
-from sigsoftmax.contract.spec import Function, Reduction, check_positive
+from sigsoftmax.contract.spec import Function, Reduction, check_positive, check_temperature
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.losses import functional
 from sigsoftmax.losses.extras import Extras
@@ -241,10 +241,7 @@ def sample_from(
     log_probs: Tensor, num_samples: int | None, temperature: float, generator: torch.Generator | None
 ) -> Tensor:
     """Draw along the last dimension."""
-    if not 0.0 < temperature < math.inf:
-        raise ValueError(
-            f"temperature must be a finite number greater than 0, got {temperature}; for the likeliest class use topk"
-        )
+    check_temperature(temperature)
     if num_samples is not None:
         check_positive(num_samples=num_samples)
     rows = log_probs.reshape(-1, log_probs.shape[-1]).float()

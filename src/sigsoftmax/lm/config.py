@@ -14,6 +14,7 @@ import torch
 from sigsoftmax.contract.spec import check_positive, prior_of
 from sigsoftmax.family import Learned, OutputFunction
 from sigsoftmax.family.heads import Head, Latent
+from sigsoftmax.family.notation import check_choice
 
 __all__ = ["DynamicEvaluationConfig", "ModelConfig", "Precision", "Recipe", "TrainingConfig", "parse_head"]
 
@@ -139,8 +140,7 @@ class TrainingConfig:
     evaluation_batch: int = 10
 
     def __post_init__(self) -> None:
-        if self.optimizer not in ("nt-asgd", "asgd"):
-            raise ValueError(f"optimizer must be 'nt-asgd' or 'asgd', got {self.optimizer!r}")
+        check_choice("optimizer", self.optimizer, ("nt-asgd", "asgd"))
         _check_counts(self, "epochs", "patience", "batch", "bptt", "evaluation_batch")
         for name in ("learning_rate", "clip", "weight_decay", "activation", "temporal_activation"):
             _check_number(name, getattr(self, name), positive=name in ("learning_rate", "clip"))

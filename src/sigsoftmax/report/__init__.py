@@ -28,8 +28,6 @@ class ReportConfig:
     title: str = "What the output layer is worth"
 
     def __post_init__(self) -> None:
-        if not self.paths:
-            raise ValueError("no records to report on; name files of records, or folders that hold them")
         if self.out.is_dir():
             raise ValueError(f"the output {self.out} is a folder; name a file, as {self.out / 'report.html'}")
         if self.out.suffix == ".jsonl":

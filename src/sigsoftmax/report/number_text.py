@@ -1,8 +1,9 @@
-"""The way that numbers, ranges and lists are written in tables and sentences."""
+"""The way that numbers, ranges, lists and long lines are written in tables and sentences."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
 from sigsoftmax.records.durations import duration_text
@@ -26,18 +27,28 @@ __all__ = [
     "signed_text",
     "size_text",
     "width_text",
+    "wrapped",
     "yes_or_no",
 ]
 
 DASH, MINUS, TIMES = "\u2013", "\u2212", "\u00d7"
 NO_BREAK = "\u00a0"
 """a space at which a page begins no new line"""
+COLUMNS = 110
+"""the width at which sentences are broken for a terminal"""
 SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
 def sentence(text: str) -> str:
     """The text with a capital at the beginning."""
     return text[:1].upper() + text[1:]
+
+
+def wrapped(line: str, indent: str = "") -> str:
+    """The line broken for a terminal; it keeps its indentation, and what follows stands two spaces further in."""
+    indent += line[: len(line) - len(line.lstrip())]
+    wrapper = textwrap.TextWrapper(COLUMNS, indent, f"{indent}  ", break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(line.strip())
 
 
 def counted(number: float, what: str) -> str:

@@ -6,11 +6,11 @@ import html
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from sigsoftmax.report.markup import Child, Markup, join, tag
-from sigsoftmax.report.number_text import NO_BREAK
+from sigsoftmax.report.number_text import NO_BREAK, wrapped
 from sigsoftmax.report.theme import Look, Looks, head_label, swatch
 
 __all__ = [
@@ -53,6 +53,8 @@ class Column:
     label does not"""
     group: str = ""
     """a heading over neighbouring columns that share it"""
+    page_only: bool = False
+    """True if a terminal has no room for it"""
 
     @property
     def is_number(self) -> bool:
@@ -158,6 +160,8 @@ class Table:
         return tag("tr", header, cells, class_=row.class_)
 
     def to_text(self) -> str:
+        if any(column.page_only for column in self.columns):
+            return self._narrowed().to_text()
         indent = "  " if any(row.is_heading for row in self.rows) else ""
         cells = [row.texts for row in self.rows if not row.is_heading]
         full = [[column.title for column in self.columns], *([indent + line[0], *line[1:]] for line in cells)]
@@ -172,8 +176,18 @@ class Table:
         )
         titles = next(padded)
         written = [row.texts[0] if row.is_heading else next(padded) for row in self.rows]
+        notes = [wrapped(plain_text(note)) for note in self.notes]
         rule = "-" * max(map(len, [titles, *written, *groups]))
-        return "\n".join([self.caption, rule, *groups, titles, rule, *written, rule, *map(plain_text, self.notes)])
+        return "\n".join([self.caption, rule, *groups, titles, rule, *written, rule, *notes])
+
+    def _narrowed(self) -> Table:
+        """The columns for which a terminal has room."""
+        shown = [not column.page_only for column in self.columns]
+        rows = [
+            row if row.is_heading else replace(row, cells=list(itertools.compress(row.cells, shown)))
+            for row in self.rows
+        ]
+        return replace(self, columns=list(itertools.compress(self.columns, shown)), rows=rows)
 
     def _widened_groups(self, sizes: list[int]) -> list[str]:
         """The line of headings over columns, if there are any; ``sizes`` grow where a heading is wider than its own."""

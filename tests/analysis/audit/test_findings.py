@@ -82,7 +82,7 @@ def test_bounds_alone():
 def test_what_is_not_covered_is_said(text, components):
     found = findings_of(subject(text, components))
     assert found.argmax is None
-    assert any("one rising phi shared by all words" in note for note in found.notes)
+    assert any("one rising phi shared by all tokens" in note for note in found.notes)
 
 
 def test_a_learned_parameter_is_recorded_as_learned():
@@ -121,7 +121,7 @@ def test_what_was_finished_before_an_interrupt_is_kept(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         measure(subject(), SETTINGS, findings)
     assert findings.truncation is not None
-    assert findings.pending == ["the nonlinearity of phi", "the gradient", "the words that can come first"]
+    assert findings.pending == ["the nonlinearity of phi", "the gradient", "the tokens that can come first"]
 
 
 def test_contexts_follow_from_the_memory():

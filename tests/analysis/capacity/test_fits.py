@@ -8,7 +8,7 @@ import torch
 
 from sigsoftmax.analysis.capacity.curves import CapacityConfig, capacity_curves, contained_pairs, planned_fits
 from sigsoftmax.analysis.capacity.distributions import Distributions
-from sigsoftmax.analysis.capacity.fits import fit, softmax_width_of_equal_kl
+from sigsoftmax.analysis.capacity.fits import fit
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.capacity.problem import Problem
 from sigsoftmax.analysis.capacity.starts import Solution, contains, disturbed, embedded, linear_end, random_start
@@ -83,7 +83,6 @@ def test_rank_is_not_nats(results):
 
 def test_figures_of_a_result(results):
     result = results["moss(K=3)", 2]
-    assert result.excess_perplexity == pytest.approx(math.exp(result.kl))
     ends = [start.kl for start in result.starts if start.iterations]
     assert len(ends) >= 2
     assert result.spread == pytest.approx(max(ends) - min(ends))
@@ -258,24 +257,12 @@ def test_where_a_phi_of_the_users_own_becomes_a_line():
     assert linear_end(OutputFunction("never")) is None
 
 
-def test_softmax_width_of_equal_kl():
-    curve = {2: 1.0, 4: 0.25, 8: 0.01}
-    assert softmax_width_of_equal_kl(1.0, curve) == 2.0
-    assert softmax_width_of_equal_kl(0.5, curve) == pytest.approx(3.0)
-    assert softmax_width_of_equal_kl(0.05, curve) == pytest.approx(6.0)
-    assert softmax_width_of_equal_kl(0.01, curve) == 8.0
-    assert softmax_width_of_equal_kl(2.0, curve) == 0.0
-    assert math.isinf(softmax_width_of_equal_kl(0.001, curve))
-    with pytest.raises(ValueError, match=r"not negative, with at least one width"):
-        softmax_width_of_equal_kl(0.1, {})
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"widths": ()}, r"widths must be at least one positive number, got \(\)"),
         ({"widths": (0,)}, r"widths must be at least one positive number"),
-        ({"workers": 0}, r"workers must be at least 1, got 0"),
+        ({"workers": 0}, r"workers must be a positive integer, got 0"),
         ({"random_starts": -1}, r"must not be negative"),
         ({"least_starts": -1}, r"must not be negative"),
         ({"heads": ()}, r"expected at least one head"),

@@ -126,5 +126,5 @@ def test_every_step_lowers_the_loss():
 def test_bad_budgets_and_widths():
     with pytest.raises(ValueError, match=r"a budget needs iterations >= 0"):
         Budget(iterations=-1)
-    with pytest.raises(ValueError, match=r"width must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"width must be a positive integer, got 0"):
         Problem(Distributions.of_language(LANGUAGE), Head.parse("softmax"), 0)

@@ -81,7 +81,7 @@ def test_words_and_contexts_that_are_the_same_count_once():
     words = HeadWeights(weight_Vd=repeated_Vd, bias_V=layer.bias_V[:20].repeat(15), head="sigsoftmax")
     found = rank_bounds(words, contexts)
     assert found.upper == 20 >= rank_of((words, contexts))
-    assert found.upper_reason == "20 of 300 words differ in W or bias"
+    assert found.upper_reason == "20 of 300 tokens differ in W or bias"
     unbiased = HeadWeights(weight_Vd=layer.weight_Vd, head="sigsoftmax")
     few = Contexts(hidden_NKd=contexts.hidden_NKd[:7].repeat(50, 1, 1))
     assert rank_bounds(unbiased, few).upper == 7 >= rank_of((unbiased, few))
@@ -209,7 +209,7 @@ def test_a_linear_phi(head, bias, bound):
 def test_any_other_phi_is_bounded_by_what_differs():
     assert upper_bound(HeadWeights(weight_Vd=WEIGHT, head="sigsoftmax"), CONTEXTS)[0] == 30
     words = HeadWeights(weight_Vd=WEIGHT[:4].repeat(8, 1), head="sigsoftmax")
-    assert upper_bound(words, CONTEXTS) == (4, "4 of 32 words differ in W or bias")
+    assert upper_bound(words, CONTEXTS) == (4, "4 of 32 tokens differ in W or bias")
     told_apart = HeadWeights(weight_Vd=WEIGHT[:1].repeat(30, 1), bias_V=BIAS, head="sigsoftmax")
     assert upper_bound(told_apart, CONTEXTS)[0] == 30
     contexts = Contexts.of_rows(HIDDEN[:3].repeat(9, 1))

@@ -58,8 +58,11 @@ def test_parts_of_unknown_length_are_read_from_the_beginning():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: from_array(torch.zeros(3)), r"expected a matrix of contexts and vocabulary, got shape \(3,\)"),
-        (lambda: from_array([[0.0]]), "got list"),
+        (
+            lambda: from_array(torch.zeros(3)),
+            r"log-probabilities has the shape \(3,\); expected \(contexts, vocabulary\)",
+        ),
+        (lambda: from_array([[0.0]]), "log-probabilities is a list; expected a tensor"),
         (lambda: from_array(torch.zeros(3, 3), contexts_axis=2), "contexts_axis must be 0 .* or 1"),
         (lambda: from_blocks(torch.zeros(3, 3)), "got one array; use from_array"),
         (lambda: from_function(lambda a, b: torch.zeros(1, 2), 0), "must be at least 1, got 0 and 1024"),

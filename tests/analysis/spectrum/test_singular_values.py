@@ -93,7 +93,7 @@ def test_a_matrix_of_another_kind():
 
 def test_description_names_every_rule_and_refusal():
     text = describe(spectrum(torch.log_softmax(logits(5, bias=True), -1).float(), source="forty words"))
-    assert "forty words: 40 words, 70 contexts" in text
+    assert "forty words: 40 tokens, 70 contexts" in text
     assert "rank 7 above" in text
     assert "not counted at" in text
     assert all(name in text for name in ("press32", "numpy32", "numpy64", "press64", "noise", "stable", "effective"))
@@ -103,7 +103,7 @@ def test_description_names_every_rule_and_refusal():
     ("matrix", "message"),
     [
         (torch.zeros(3), r"expected a floating-point matrix .* shape \(3,\)"),
-        (torch.zeros(3, 0), r"at least one row and one column"),
+        (torch.zeros(3, 0), r"at least one of each"),
         (torch.zeros(3, 3, dtype=torch.int64), r"got torch.int64"),
         (
             torch.tensor([[0.0, 0.0], [0.0, -math.inf]]),

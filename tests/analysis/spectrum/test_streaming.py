@@ -402,8 +402,8 @@ def test_any_finite_matrix_is_taken_on_request():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "svd"}, "method must be 'auto', 'gram' or 'exact', got 'svd'"),
-        ({"block_contexts": 0}, "block_contexts must be at least 1, got 0"),
+        ({"method": "svd"}, "method must be one of 'auto', 'gram', 'exact', got 'svd'"),
+        ({"block_contexts": 0}, "block_contexts must be a positive integer, got 0"),
         ({"sum_tolerance": 0.0}, "sum_tolerance must be positive"),
         ({"precision": torch.int8}, "precision must be a floating-point dtype"),
         ({"device": "meta"}, "device must be a CPU or a CUDA device"),

@@ -87,7 +87,7 @@ def test_the_function_of_arrays_is_stated(tmp_path):
         ({"a.weight": W, "b.weight": W}, r"expected arrays named H .* or an output layer alone as lm_head.weight"),
         ({"lm_head.weight": W, "a.bias": B}, r"got a.bias, lm_head.weight\. A part of a Hugging Face model"),
         ({"H": H.astype("i8"), "W": W}, r"H must hold floating-point numbers, got torch.int64"),
-        ({"H": H, "W": W, "next": B}, r"next must hold the numbers of words"),
+        ({"H": H, "W": W, "next": B}, r"next must hold the numbers of tokens"),
         ({"H": H, "W": W, "next": np.full(30, 20)}, r"next tokens must be between 0 and 19"),
         (
             {"X": H},

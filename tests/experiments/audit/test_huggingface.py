@@ -99,7 +99,7 @@ def test_a_tokenizer_of_another_model(tmp_path):
     save_tokenizer(folder, ("the", "cat", "sat"))
     opened = open_model(str(folder), memory=MEMORY)
     windows = opened.windows("the cat sat " * 9, 20, window=6, seed=0)
-    with pytest.raises(ValueError, match=r"the tokenizer makes token 6, but .* has 5 words"):
+    with pytest.raises(ValueError, match=r"the tokenizer makes token 6, but .* has 5 tokens"):
         opened.contexts(windows, 20, quiet)
 
 

@@ -86,7 +86,7 @@ def test_some_words_of_a_target_are_a_lower_bound(arrays, tmp_path):
     assert (found.target.words, found.target.contexts, found.target.all_words) == (25, 40, 50)
     assert found.target.is_lower_bound
     assert 0.0 < found.target.mass < 1.0
-    assert "over all words the least KL is no smaller" in said
+    assert "over all tokens the least KL is no smaller" in said
 
 
 def test_a_language_as_the_target(arrays, tmp_path):
@@ -183,7 +183,7 @@ def test_a_hugging_face_model_and_its_teacher(tmp_path):
     same, _, _ = audited(str(model), tmp_path, teacher=str(model), contexts=50, fit_contexts=30, window=20, widths=(3,))
     assert same.target.model_kl == pytest.approx(0.0, abs=1e-9)
     other = save_model("llama", tmp_path / "other", vocab_size=70)
-    with pytest.raises(ValueError, match=r"has 70 words and .* has 60; a teacher must speak the same tokens"):
+    with pytest.raises(ValueError, match=r"has 70 tokens and .* has 60; a teacher must speak the same tokens"):
         audited(str(model), tmp_path, teacher=str(other), contexts=50)
     bounds, _, _ = audited(str(model), tmp_path, bounds_only=True)
     assert bounds.bounds.upper == 9

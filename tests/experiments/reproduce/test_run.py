@@ -190,7 +190,7 @@ def test_published_tables_name_all_heads_and_both_corpora():
     ("options", "message"),
     [
         ({"table": "tabel1"}, "did you mean 'table1'"),
-        ({"seeds": 0}, "seeds must be at least 1"),
+        ({"seeds": 0}, "seeds must be a positive integer"),
         ({"setting": "ptbb"}, "setting must be one of"),
         ({"heads": ("softmx",)}, "did you mean"),
         ({"minutes": 0.0}, "--minutes must be a positive number, got 0"),

@@ -85,7 +85,7 @@ def test_without_torchrun_there_is_nothing_to_join(monkeypatch: pytest.MonkeyPat
         assert prints
     with pytest.raises(ValueError, match=r"parallel 'fsdp' divides a run.*torchrun --standalone"):
         process_group(Resources(parallel="fsdp")).__enter__()
-    with pytest.raises(ValueError, match="parallel must be one of ddp, fsdp, vocabulary, got 'tp'"):
+    with pytest.raises(ValueError, match="parallel must be one of 'ddp', 'fsdp', 'vocabulary', got 'tp'"):
         Resources(parallel="tp")  # type: ignore[arg-type]
 
 

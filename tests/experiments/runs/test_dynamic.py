@@ -86,7 +86,7 @@ def test_a_limit_ends_runs_early_and_is_said(trained):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"learning_rate": 1e-5}, "both --learning-rate and --decay"), ({"limit": 0}, "limit must be at least 1")],
+    [({"learning_rate": 1e-5}, "both --learning-rate and --decay"), ({"limit": 0}, "limit must be a positive integer")],
 )
 def test_bad_settings_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):

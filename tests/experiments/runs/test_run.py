@@ -93,7 +93,7 @@ def test_folder_names_have_nothing_that_a_shell_reads():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"at_once": 0}, "at_once must be at least 1"),
+        ({"at_once": 0}, "at_once must be a positive integer"),
         ({"precision": "fp8"}, "precision must be one of float32"),
         ({"device": "toaster"}, "device must be as"),
     ],

@@ -64,7 +64,10 @@ def test_draws_follow_the_probabilities(checkpoint):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"words": 0}, "words must be at least 1"), ({"temperature": -1.0}, "temperature must be a number of at least 0")],
+    [
+        ({"words": 0}, "words must be a positive integer"),
+        ({"temperature": -1.0}, "temperature must be a number of at least 0"),
+    ],
 )
 def test_bad_settings_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):

@@ -116,7 +116,7 @@ def test_the_baseline(names, options, choice):
         ((), {"baseline": ("training.clip=3",), "changes": ("training.clip=1,2",)}, "there are tiny-softmax, training"),
         ((), {"precision": "float16"}, "precision must be one of"),
         ((), {"confidence": 1.0}, "confidence must be between 0 and 1"),
-        ((), {"at_once": 0}, "at_once must be at least 1"),
+        ((), {"at_once": 0}, "at_once must be a positive integer"),
         ((), {"cpus_per_trial": 0}, "cpus_per_trial must be above 0"),
         ((), {"cpus_per_trial": float("nan")}, "cpus_per_trial must be above 0"),
         ((), {"gpus_per_trial": 2.0}, "a trial runs on one GPU"),

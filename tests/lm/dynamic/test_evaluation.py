@@ -287,7 +287,7 @@ def test_runs_that_take_turns_are_the_runs_alone_even_if_one_diverges(model, sta
         assert replace(result, chosen=True, seconds=0.0) == replace(adapt(model, statistics, TEXT, rates), seconds=0.0)
     with pytest.raises(ValueError, match="as many rates as runs are made at once, 3, got 1"):
         next(evaluator.launch(RATES))
-    with pytest.raises(ValueError, match="at_once must be at least 1 run, got 0"):
+    with pytest.raises(ValueError, match="at_once must be a positive integer, got 0"):
         DynamicEvaluator(model, statistics, TEXT, at_once=0)
 
 

@@ -192,7 +192,7 @@ def test_progress_counts_what_is_left_of_the_grid(model, statistics):
 
 
 def test_bad_input(model, statistics):
-    with pytest.raises(ValueError, match="at_once must be at least 1 run, got 0"):
+    with pytest.raises(ValueError, match="at_once must be a positive integer, got 0"):
         search(model, statistics, CONFIG, VALID, at_once=0)
     with pytest.raises(ValueError, match="the statistics are of windows of 5, and the configuration has windows of 7"):
         search(model, statistics, replace(CONFIG, window=7), VALID)

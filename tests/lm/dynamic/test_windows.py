@@ -34,10 +34,10 @@ def test_few_tokens():
     [
         (torch.tensor([3]), "at least 2 tokens, since the first is not scored, got 1"),
         (torch.tensor([], dtype=torch.int64), "at least 2 tokens"),
-        (torch.tensor([3, WORDS]), "between 0 and 8, the model having 9 words, got 9"),
+        (torch.tensor([3, WORDS]), "between 0 and 8, the vocabulary being 9 words, got 9"),
         (torch.tensor([3, -1]), "got -1"),
-        (torch.tensor([3.0, 1.0]), "int64 ids, got torch.float32"),
-        (torch.tensor([[3, 1]]), r"of shape \(1, 2\)"),
+        (torch.tensor([3.0, 1.0]), "must be int64, got torch.float32"),
+        (torch.tensor([[3, 1]]), r"the shape \(1, 2\)"),
     ],
 )
 def test_texts_that_are_refused(ids, message):
@@ -102,7 +102,7 @@ def test_a_limit():
         pass
     assert len(seen) == 2
     assert run.scored() == 10
-    with pytest.raises(ValueError, match="limit must be at least 1 window, got 0"):
+    with pytest.raises(ValueError, match="limit must be a positive integer, got 0"):
         WindowGradients(model, torch.randint(WORDS, (21, 1)), seen.append, window=5, limit=0)
 
 

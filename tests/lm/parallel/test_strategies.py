@@ -256,7 +256,7 @@ def test_bad_input_and_the_word_of_the_first(tmp_path: Path) -> None:
     for rank, messages in enumerate(on_ranks(tmp_path, 2, refuse, str(tmp_path))):
         assert re.search(r"13 columns must be divisible by the number of processes, 2", messages["batch"])
         assert re.search(r"has 6 of the 12 columns, which must be a part of a group of 4", messages["group"])
-        assert messages["kind"] == "parallel must be one of ddp, fsdp, vocabulary, got 'zero'"
+        assert messages["kind"] == "parallel must be one of 'ddp', 'fsdp', 'vocabulary', got 'zero'"
         found = rf"do not find the same at .*rank {rank} of 2 is at \[{1 - rank}\], the first one at \[1\]"
         assert re.search(found, messages["folder"])
     assert on_ranks(tmp_path, 2, share_what_the_first_knows) == [("from rank", 0)] * 2

@@ -38,9 +38,9 @@ def test_a_collapse_is_called_one():
 
 
 def test_words_that_never_come_first():
-    assert "8 of the 50 words asked about (16.0%) can never be ranked first" in said()
+    assert "8 of the 50 tokens asked about (16.0%) can never be ranked first" in said()
     none = dataclasses.replace(FULL.argmax, no=0, undecided=0, never=())
-    assert "Every word asked about can be ranked first" in said(argmax=none)
+    assert "Every token asked about can be ranked first" in said(argmax=none)
     assert "not all were settled" in said(argmax=dataclasses.replace(none, undecided=3))
     without_scipy = dataclasses.replace(FULL.argmax, has_solver=False)
     assert f"{install_extra('audit')} brings SciPy" in audit_text(dataclasses.replace(FULL, argmax=without_scipy))

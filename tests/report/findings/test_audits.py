@@ -52,7 +52,7 @@ def test_every_part_has_its_place():
     text = audit_text(FULL)
     for part in (
         "Audit of a test",
-        "Words: 100; width: 8; with a class bias; weights in float32.",
+        "Vocabulary: 100 tokens; width: 8; with a class bias; weights in float32.",
         "Output function: sigsoftmax (stated).",
         "Contexts: 30, from a text.",
         "rank between 20 and 30",
@@ -60,10 +60,10 @@ def test_every_part_has_its_place():
         "cut down to a rank",
         "On the left line (slope 2): 20.0% of the logits, 10.0% of the probability",
         "no gradient was left to look at",
-        "Of 50 drawn at random of the 100 words, 40 can (proved by a hidden vector), 8 never can, 2 undecided.",
+        "Of 50 drawn at random of the 100 tokens, 40 can (proved by a hidden vector), 8 never can, 2 undecided.",
         "Never: 3, 9.",
         "More time (--argmax-seconds) settles more.",
-        "Against a language, in 30 contexts and 50 of 100 words.",
+        "Against a language, in 30 contexts and 50 of 100 tokens.",
         "they have 90.0% of the probability",
         "  - one\n  - two",
     ):

@@ -13,7 +13,7 @@ def test_an_audit_without_a_target_says_that_the_cost_is_not_known(tmp_path):
     (audit,) = synthetic_runs.audits()
     made = section_of(audits, [audit], tmp_path)
     assert "MoS(K=4) does best at width 32 against the teacher big-model" in made.findings[0]
-    assert "3 of the 2,000 words asked about (0.1%) can never be ranked first" in made.findings[1]
+    assert "3 of the 2,000 tokens asked about (0.1%) can never be ranked first" in made.findings[1]
     bare = dataclasses.replace(
         audit, target=None, argmax=None, bend=None, spectrum=None, truncation=None, gradient=None
     )

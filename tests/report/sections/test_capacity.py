@@ -52,3 +52,17 @@ def test_a_higher_rank_is_set_apart_from_a_loss_only_if_the_data_show_it(tmp_pat
     said = "A higher rank does not by itself lower the loss"
     assert any(said in text for text in section_of(capacity, capacities(0.3), tmp_path).findings)
     assert not any(said in text for text in section_of(capacity, capacities(0.101), tmp_path).findings)
+
+
+def test_mixtures_are_compared_at_equal_numbers_per_context(tmp_path):
+    def counted(kl: float) -> str:
+        """The summary for a mixture of so much KL, where softmax of as many numbers per context has 0.1."""
+        found = {r.width: r for r in synthetic_runs.capacities() if r.head == "softmax"}
+        softmax = [dataclasses.replace(found[w], fitted_kl=known) for w, known in ((2, 0.4), (8, 0.1), (64, 0.0))]
+        mixture = dataclasses.replace(found[2], head="mos(K=4)", numbers_per_context=8, fitted_kl=kl)
+        return section_of(capacity, [*softmax, mixture], tmp_path).figures[1].summary
+
+    assert "less KL than softmax in 1 of 1 fits and more in 0" in counted(0.09)
+    assert "less KL than softmax in 0 of 1 fits and more in 0" in counted(0.1005)
+    assert "less KL than softmax in 0 of 1 fits and more in 1" in counted(0.12)
+    assert "less KL than softmax in 1 of 1 fits" in counted(0.0)

@@ -85,7 +85,7 @@ def audit_steps(
 ) -> list[Step]:
     """The parts of an audit with the time of each; ``bounds_contexts``, where the bounds have more contexts.
 
-    Without contexts only the output layer is looked at: its bounds and, if ``argmax_tokens`` asks for it, the words
+    Without contexts only the output layer is looked at: its bounds and, if ``argmax_tokens`` asks for it, the tokens
     that can come first.
     """
     n, v, d, m = float(contexts), float(vocabulary), float(width or 0), float(min(sampled, contexts))
@@ -95,7 +95,7 @@ def audit_steps(
     # Half of the work on the eigenvalues of a block is done by one core, at the speed of the memory.
     of_block = 12.0 * block**2 * (d + 2.0) + 8.0 * block**3
     slopes = 1.0 if is_softmax else 9.0
-    argmax = "words that can come first"
+    argmax = "tokens that can come first"
     # Name, condition, products in float32 and in float64, exponentials.
     table = (
         ("the model", operations_per_context > 0.0, n * operations_per_context, 0.0, 0.0),

@@ -103,7 +103,7 @@ def contexts_within(memory: int, vocabulary: int, layer: HeadWeights | None, *, 
     if possible < min(wanted, 16):
         raise ValueError(
             f"{memory / 2**30:.2g} GiB are too few: the output matrix takes {held / 2**30:.2g}, and each context of "
-            f"{vocabulary:,} words {bytes_per_context / 2**20:.2g} MiB; raise --memory"
+            f"{vocabulary:,} tokens {bytes_per_context / 2**20:.2g} MiB; raise --memory"
         )
     return min(wanted, possible)
 
@@ -162,7 +162,7 @@ def _parts(
             parts["the gradient"] = "gradient", partial(gradient_share, layer, sample, seed=settings.seed, **limits)
     if layer is not None and settings.argmax_tokens:
         if has_rising_phi(layer):
-            parts["the words that can come first"] = (
+            parts["the tokens that can come first"] = (
                 "argmax",
                 lambda: argmax_counts(
                     layer,
@@ -176,7 +176,7 @@ def _parts(
             )
         else:
             findings.notes.append(
-                "Which words can come first was not decided: that is done for one rising phi shared by all words, and "
+                "Which tokens can come first was not decided: that is done for one rising phi shared by all tokens. "
                 f"{layer.head_text} can change the order of the logits (a mixture, a parameter per class) or has ties."
             )
     return parts

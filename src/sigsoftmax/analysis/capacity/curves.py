@@ -23,6 +23,7 @@ from sigsoftmax.analysis.capacity.fits import Fitted, Stop, fit
 from sigsoftmax.analysis.capacity.lbfgs import Budget
 from sigsoftmax.analysis.capacity.problem import Problem
 from sigsoftmax.analysis.capacity.starts import Solution, contains, strictly_contains
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.family.heads import Head
 from sigsoftmax.records.schemas.capacity import CapacityResult
 
@@ -57,8 +58,7 @@ class CapacityConfig:
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths + self.softmax_widths + self.thorough_widths) < 1:
             raise ValueError(f"widths must be at least one positive number, got {self.widths}")
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        check_positive(workers=self.workers)
         if min(self.random_starts, self.least_starts, self.thorough_random_starts) < 0:
             raise ValueError("the number of random starts must not be negative")
         if not self.heads:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sigsoftmax.analysis.spectrum.entry_checks import check_matrix, sum_tolerance
 from sigsoftmax.synthetic import Language, Weighting
 
 __all__ = ["Distributions", "checked_log_probs"]
@@ -65,11 +66,7 @@ def checked_log_probs(
     rounding, or a floor under probabilities, can do are put right; others are refused, with how far they are off.
     ``rows_N`` are the numbers that errors give the rows, if these are a part of a larger matrix.
     """
-    if matrix_NV.ndim != 2 or not matrix_NV.is_floating_point() or 0 in matrix_NV.shape:
-        raise ValueError(
-            f"{name}: expected a floating-point matrix of contexts x tokens with at least one of each, got "
-            f"{matrix_NV.dtype} of shape {tuple(matrix_NV.shape)}"
-        )
+    check_matrix(matrix_NV, name)
     values_NV = matrix_NV.detach().to(torch.float64)
     rows_N = torch.arange(values_NV.shape[0]) if rows_N is None else rows_N
     bad = torch.isnan(values_NV)
@@ -77,7 +74,7 @@ def checked_log_probs(
         raise ValueError(f"{name}: NaN {_where(bad, rows_N)}; every entry must be a probability or its logarithm")
     if are_probabilities is None:
         are_probabilities = bool((values_NV >= 0.0).all())
-    tolerance = 0.1 if matrix_NV.dtype.itemsize == 2 else 5e-3
+    tolerance = sum_tolerance(matrix_NV.dtype)
     if are_probabilities:
         bad = (values_NV < 0.0) | (values_NV > 1.0 + tolerance)
         kind = "probabilities must lie between 0 and 1"

@@ -12,11 +12,9 @@ Shapes: N contexts, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,7 +35,7 @@ from sigsoftmax.analysis.spectrum.singular_values import spectrum
 from sigsoftmax.family.heads import Head
 from sigsoftmax.records.schemas.capacity import CapacityResult, StartResult
 
-__all__ = ["Fitted", "Stop", "fit", "softmax_width_of_equal_kl"]
+__all__ = ["Fitted", "Stop", "fit"]
 
 
 class Stop(Protocol):
@@ -120,24 +118,6 @@ def fit(
         truth=truth.checksum,
     )
     return result, Fitted(best, fitted)
-
-
-def softmax_width_of_equal_kl(kl: float, curve: Mapping[int, float], *, floor: float = 1e-6) -> float:
-    """The width at which softmax reaches ``kl``, given KL by width; log KL is interpolated linearly in the width.
-
-    Outside the curve the answer is 0 (softmax is better at every width) or inf (worse at every width).
-    """
-    if not curve or min(curve.values()) < 0.0 or not kl >= 0.0:
-        raise ValueError("expected a KL and a curve of KLs that are not negative, with at least one width")
-    points = [(width, max(curve[width], floor)) for width in sorted(curve)]
-    kl = max(kl, floor)
-    if kl > points[0][1]:
-        return 0.0
-    for (left, left_kl), (right, right_kl) in itertools.pairwise(points):
-        if left_kl >= kl >= right_kl:
-            fall = math.log(left_kl / right_kl)
-            return float(left) if fall == 0.0 else left + (right - left) * math.log(left_kl / kl) / fall
-    return float(points[-1][0]) if kl == points[-1][1] else math.inf
 
 
 # --- starts of a fit ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from sigsoftmax.analysis.capacity.lbfgs import Apply
 from sigsoftmax.analysis.spectrum.factorizations import damped_inverse
 from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.rows import Logarithms
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.family import OutputFunction
 from sigsoftmax.family.heads import Head
 from sigsoftmax.family.parameters import ParameterKind
@@ -51,8 +52,7 @@ class Problem:
 
     def __init__(self, truth: Distributions, head: Head, width: int) -> None:
         self.contexts, self.vocabulary = truth.log_p_NV.shape
-        if width < 1:
-            raise ValueError(f"width must be at least 1, got {width}")
+        check_positive(width=width)
         self.truth, self.head, self.width = truth, head, width
         self.weights_N, p_NV = truth.weights_N, truth.log_p_NV.exp()
         self.weighted_p_NV = p_NV * self.weights_N[:, None]

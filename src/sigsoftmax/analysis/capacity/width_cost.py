@@ -20,10 +20,9 @@ from torch import Tensor
 
 from sigsoftmax.analysis.capacity.curves import SOFTMAX, CapacityConfig, Progress, capacity_curves
 from sigsoftmax.analysis.capacity.distributions import Distributions
-from sigsoftmax.analysis.capacity.fits import softmax_width_of_equal_kl
 from sigsoftmax.analysis.head_weights import sample_rows
 from sigsoftmax.records.schemas.audits import HeadAtWidth
-from sigsoftmax.records.schemas.capacity import CapacityResult
+from sigsoftmax.records.schemas.capacity import CapacityResult, softmax_width_of_equal_kl
 from sigsoftmax.synthetic import row_kl
 
 __all__ = ["heads_at_width", "least_kl", "mean_kl", "restricted", "widths_that_bind"]
@@ -53,7 +52,7 @@ def restricted(
     return Distributions(
         log_p_NV=log_p_NC[possible_N] - log_mass_N[possible_N, None],
         weights_N=weights_N[possible_N] * log_mass_N[possible_N].exp(),
-        description=f"{description}, given the {vocabulary:,} likeliest of {all_tokens:,} words",
+        description=f"{description}, given the {vocabulary:,} likeliest of {all_tokens:,} tokens",
     )
 
 

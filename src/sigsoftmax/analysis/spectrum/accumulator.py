@@ -26,6 +26,8 @@ from sigsoftmax.analysis.spectrum.factorizations import (
 )
 from sigsoftmax.analysis.spectrum.noise_floor import entry_noise
 from sigsoftmax.analysis.spectrum.saved_state import StreamState, deferred_interrupt
+from sigsoftmax.contract.spec import check_positive
+from sigsoftmax.family.notation import check_choice
 from sigsoftmax.records.schemas.spectra import Spectrum
 
 __all__ = ["Method", "SpectrumOptions", "SpectrumStream", "memory_needed"]
@@ -62,10 +64,9 @@ class SpectrumOptions:
     """bytes; a matrix that needs more is refused before the work begins"""
 
     def __post_init__(self) -> None:
-        if self.method not in ("auto", "gram", "exact"):
-            raise ValueError(f"method must be 'auto', 'gram' or 'exact', got {self.method!r}")
-        if self.block_contexts is not None and self.block_contexts < 1:
-            raise ValueError(f"block_contexts must be at least 1, got {self.block_contexts}")
+        check_choice("method", self.method, ("auto", "gram", "exact"))
+        if self.block_contexts is not None:
+            check_positive(block_contexts=self.block_contexts)
         if self.sum_tolerance is not None and not self.sum_tolerance > 0.0:
             raise ValueError(f"sum_tolerance must be positive, got {self.sum_tolerance}")
         if self.precision is not None and not self.precision.is_floating_point:

@@ -130,8 +130,7 @@ def matrix_rank_bounds(
     size = _block_size(block_contexts, block_tokens, width or LEAST_BLOCK, contexts, vocabulary)
     generator = torch.Generator().manual_seed(seed)
     block = _cut_block(reader, size, generator, EntryChecks(log_probs=log_probs), began, progress)
-    if block.contexts != contexts:
-        raise ValueError(f"{reader.description} ended after {block.contexts} contexts, expected {contexts}")
+    reader.check_end(block.contexts)
     full = min(contexts, vocabulary)
     upper, reason = full, SMALLER_SIDE
     if parsed is not None and parsed.is_softmax and width is not None:
@@ -170,7 +169,7 @@ def upper_bound(layer: HeadWeights, contexts: Contexts) -> tuple[int, str]:
         why = "the head is a mixture" if layer.components > 1 else "phi is not linear"
         return full, f"{SMALLER_SIDE}: {why}, and theory knows no other bound"
     if different_tokens <= different_contexts:
-        return different_tokens, f"{different_tokens} of {layer.vocabulary} words differ in W or bias"
+        return different_tokens, f"{different_tokens} of {layer.vocabulary} tokens differ in W or bias"
     return different_contexts, f"{different_contexts} of {len(contexts)} contexts differ"
 
 
@@ -249,8 +248,7 @@ def _cut_block(
         taken, done = taken + len(inside), done + len(block_BV)
         if progress is not None:
             progress(Progress.at("norm and block", began, done, reader.contexts))
-    if values_RC is None:
-        raise ValueError(f"expected at least one context, got none; {reader.description} is empty")
+    assert values_RC is not None
     return _Block(values_RC[:taken], squares * (1.0 + margin), done)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BadEntries", "EntryChecks", "dtype_name"]
+__all__ = ["BadEntries", "EntryChecks", "check_matrix", "dtype_name", "sum_tolerance"]
 
 NARROWER = {
     torch.float64: (torch.float32, torch.float16, torch.bfloat16),
@@ -38,8 +38,7 @@ class EntryChecks:
     log_probs: bool
     """every row must hold log-probabilities; else any finite matrix will do"""
     tolerance: float | None = None
-    """the distance from 0 that the log of a row's sum may have; None: 0.1 for 16-bit entries, else 0.005 (a floor under
-    probabilities, as in the published mixtures, moves it by 1e-8 per token)"""
+    """the distance from 0 that the log of a row's sum may have; None: that of :func:`sum_tolerance`"""
     row_sum_error: float = 0.0
     narrower: list[torch.dtype] | None = field(default=None, init=False)
     """dtypes that hold every number seen so far; None before the first nonzero one"""
@@ -78,7 +77,7 @@ class EntryChecks:
         self.narrower = None if names is None else [getattr(torch, name) for name in names]
 
     def _check_log_probs(self, values_BV: Tensor, dtype: torch.dtype, high: float, first_row: int) -> None:
-        tolerance = self.tolerance if self.tolerance is not None else (0.1 if dtype in SIXTEEN_BITS else 5e-3)
+        tolerance = sum_tolerance(dtype) if self.tolerance is None else self.tolerance
         off_B = torch.logsumexp(values_BV, 1).abs()
         worst = float(off_B.max())
         if high > tolerance:
@@ -94,6 +93,23 @@ class EntryChecks:
                 row,
             )
         self.row_sum_error = max(self.row_sum_error, worst)
+
+
+def sum_tolerance(dtype: torch.dtype) -> float:
+    """The distance from 0 that the log of a sum of probabilities may have.
+
+    A floor under probabilities, as in the published mixtures, moves it by 1e-8 per token.
+    """
+    return 0.1 if dtype in SIXTEEN_BITS else 5e-3
+
+
+def check_matrix(matrix: Tensor, name: str) -> None:
+    """Raise a ValueError unless this is a matrix of floating-point numbers that is not empty."""
+    if matrix.ndim != 2 or not matrix.is_floating_point() or not matrix.numel():
+        raise ValueError(
+            f"{name}: expected a floating-point matrix of contexts x tokens with at least one of each, got "
+            f"{matrix.dtype} of shape {tuple(matrix.shape)}"
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -53,14 +53,17 @@ class MatrixReader:
     dtype: torch.dtype | None = None
     """dtype of the entries; None if the first block tells"""
 
+    def check_end(self, contexts: int) -> None:
+        """Raise a ValueError unless so many contexts are all that were promised."""
+        if self.contexts not in (None, contexts):
+            raise ValueError(f"{self.description} ended after {contexts} contexts, expected {self.contexts}")
+
 
 def from_array(matrix: Block, *, contexts_axis: int = 0, description: str = "log-probabilities") -> MatrixReader:
     """Read a matrix in memory, or an array mapped from a file."""
     check_axis(contexts_axis)
-    if not isinstance(matrix, Tensor | np.ndarray) or matrix.ndim != 2:
-        shape = f"shape {tuple(matrix.shape)}" if isinstance(matrix, Tensor | np.ndarray) else type(matrix).__name__
-        raise ValueError(f"expected a matrix of contexts and vocabulary, got {shape}")
-    rows = matrix if contexts_axis == 0 else matrix.T
+    rows = _with_contexts_as_rows(matrix, contexts_axis)
+    _check_block(rows, description)
 
     def blocks(start: int) -> Iterator[Block]:
         if start < len(rows):
@@ -88,7 +91,7 @@ def from_blocks(
     def oriented(start: int) -> Iterator[Block]:
         assert start == 0
         for block in blocks:
-            yield block.T if contexts_axis == 1 and getattr(block, "ndim", 0) == 2 else block
+            yield _with_contexts_as_rows(block, contexts_axis)
 
     return MatrixReader(
         description=description, blocks=oriented, contexts=contexts, vocabulary=vocabulary, can_seek=False
@@ -184,9 +187,10 @@ def concatenated(readers: Sequence[MatrixReader], *, description: str | None = N
 def tensors(reader: MatrixReader, start: int = 0) -> Iterator[Tensor]:
     """The blocks of a reader from a context on as tensors of one dtype and width; arrays come in pieces.
 
-    A tensor is valid until the next one is asked for: readers may fill the same memory again.
+    A tensor is valid until the next one is asked for: readers may fill the same memory again. A matrix without contexts
+    raises a ValueError.
     """
-    dtype, vocabulary = reader.dtype, reader.vocabulary
+    dtype, vocabulary, done = reader.dtype, reader.vocabulary, start
     for number, block in enumerate(reader.blocks(start)):
         name = f"block {number} of {reader.description}" if not start else f"a block of {reader.description}"
         _check_block(block, name)
@@ -202,7 +206,10 @@ def tensors(reader: MatrixReader, start: int = 0) -> Iterator[Tensor]:
                     "and give the least precise one as precision"
                 )
             dtype = piece.dtype
+            done += len(piece)
             yield piece
+    if not done:
+        raise ValueError(f"expected at least one context, got none; {reader.description} is empty")
 
 
 def regrouped(blocks: Iterable[Tensor], rows: int) -> Iterator[Tensor]:
@@ -233,6 +240,11 @@ def check_axis(contexts_axis: int) -> None:
         raise ValueError(
             f"contexts_axis must be 0 (a context is a row) or 1 (a context is a column), got {contexts_axis!r}"
         )
+
+
+def _with_contexts_as_rows(block: Block, contexts_axis: int) -> Block:
+    """The block, transposed if its contexts are columns; what is no matrix is left to :func:`_check_block`."""
+    return block.T if contexts_axis == 1 and getattr(block, "ndim", 0) == 2 else block
 
 
 def _check_block(block: Any, name: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.spectrum.accumulator import SpectrumOptions, SpectrumStream
+from sigsoftmax.analysis.spectrum.entry_checks import check_matrix
 from sigsoftmax.records.schemas.spectra import RULES, Spectrum
 
 __all__ = ["describe", "spectrum"]
@@ -28,11 +29,7 @@ def spectrum(
     ``log_probs=False`` takes any finite matrix. ``precision`` is the least precise dtype that the entries went through
     if that is not their own, for instance torch.bfloat16 for float32 log-probabilities of bf16 logits.
     """
-    if log_probs_NV.ndim != 2 or not log_probs_NV.is_floating_point() or not log_probs_NV.numel():
-        raise ValueError(
-            "expected a floating-point matrix of log-probabilities with at least one row and one column, got "
-            f"{log_probs_NV.dtype} of shape {tuple(log_probs_NV.shape)}"
-        )
+    check_matrix(log_probs_NV, source)
     contexts, vocabulary = log_probs_NV.shape
     options = SpectrumOptions(method="exact", log_probs=log_probs, precision=precision, device=log_probs_NV.device)
     stream = SpectrumStream(
@@ -48,7 +45,7 @@ def describe(found: Spectrum) -> str:
     broken_off = f", of {found.contexts_expected:,} expected" if found.contexts_expected else ""
     noise = f"noise floor {found.noise_floor:.3g} = {relative}"
     lines = [
-        f"{found.source}: {found.words:,} words, {found.contexts:,} contexts{broken_off}",
+        f"{found.source}: {found.words:,} tokens, {found.contexts:,} contexts{broken_off}",
         f"sigma_max {found.largest:.6g}, {noise} ({found.method}, entries of {found.precision or found.dtype})",
     ]
     for count in found.ranks():

@@ -71,15 +71,14 @@ def streamed_spectrum(
     A matrix that goes wrong on the way raises IncompleteMatrix, which can give the spectrum of what came before.
     """
     run = _Run(as_reader(matrix), options or SpectrumOptions(), None if state is None else Path(state), progress)
-    stream, expected = run.stream, run.reader.contexts
+    stream = run.stream
     try:
         for block_BV in run.blocks:
             stream.add(block_BV)
             run.report("reading")
             if time.perf_counter() - run.saved_at >= save_every:
                 run.save()
-        if expected is not None and stream.contexts < expected:
-            raise ValueError(f"{run.reader.description} ended after {stream.contexts} contexts, expected {expected}")
+        run.reader.check_end(stream.contexts)
         run.save()
     except ValueError as error:
         run.save()
@@ -117,9 +116,7 @@ class _Run:
         self.began = self.saved_at = time.perf_counter()
         saved = load_state(state) if state is not None and state.exists() else None
         pieces = tensors(reader)
-        first = next(pieces, None)
-        if first is None:
-            raise ValueError(f"expected at least one context, got none; {reader.description} is empty")
+        first = next(pieces)
         self.stream = SpectrumStream(
             vocabulary=first.shape[1],
             dtype=first.dtype,

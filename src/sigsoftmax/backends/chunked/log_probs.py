@@ -117,8 +117,6 @@ class ChunkedLogProbs(EveryClassPath[LogProbsSpec]):
 
     def __init__(self, problem: Problem[LogProbsSpec]) -> None:
         super().__init__(problem, ROWS)
-        self.refused: dict[str, str] = {}
-        """faster paths, and why they were refused"""
 
     def compute(self, operands: Operands) -> LogProbsResults:
         results = self.empty_results()

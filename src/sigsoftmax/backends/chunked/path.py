@@ -56,6 +56,8 @@ class ChunkedPath(Generic[Spec]):
     def __init__(self, problem: Problem[Spec], rows_description: str) -> None:
         self.problem: Problem[Spec] = problem
         self.description = f"{describe_logits(problem)}, {rows_description}"
+        self.refused: dict[str, str] = {}
+        """faster paths, and why they were refused"""
 
     def prior(self, operands: Operands) -> Prior | None:
         """The prior of a mixture."""

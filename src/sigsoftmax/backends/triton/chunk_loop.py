@@ -25,7 +25,7 @@ from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
 from sigsoftmax.backends.triton.scaling import Scaling
 from sigsoftmax.backends.triton.tuning import mixture_shape, row_parts
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import LogProbsResults, Problem, Spec
+from sigsoftmax.contract.problem import LogProbsResults, Problem, Spec, first_reason
 from sigsoftmax.contract.rows import RowTargets
 from sigsoftmax.contract.spec import LogProbsSpec, LossSpec
 
@@ -58,8 +58,6 @@ class TritonLoss(TritonPath[LossSpec], ChunkedLoss):
 
     def __init__(self, problem: Problem[LossSpec], description: str = "rows by kernels") -> None:
         super().__init__(problem, LogitsKernels, description)
-        self.refused: dict[str, str] = {}
-        """faster paths, and why they were refused"""
         self.scaling = Scaling.of(problem)
 
     def scale(self, gradients: Sequence[Tensor], factor: Tensor) -> None:
@@ -68,10 +66,8 @@ class TritonLoss(TritonPath[LossSpec], ChunkedLoss):
 
 def why_log_probs_refused(problem: Problem[LogProbsSpec]) -> str | None:
     """The reason why log-probabilities are not computed by kernels; None if they can be."""
-    if problem.spec.prior is None:
-        return "only those of a mixture have a kernel"
-    count, most = problem.components, priors.MOST_COMPONENTS
-    return f"{count:,} components exceed its {most:,}" if count > most else None
+    is_one = problem.spec.prior is None
+    return first_reason({"only those of a mixture have a kernel": is_one, **priors.too_many_components(problem)})
 
 
 class MixtureLogProbs(TritonPath[LogProbsSpec], ChunkedLogProbs):

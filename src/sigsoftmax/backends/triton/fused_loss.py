@@ -32,7 +32,7 @@ from sigsoftmax.backends.triton.tuning import (
 )
 from sigsoftmax.contract import normalizing
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import LossResults, Problem, Refusal
+from sigsoftmax.contract.problem import LossResults, Problem, Refusal, first_reason
 from sigsoftmax.contract.spec import LossSpec
 
 MOST_TOKENS = 2048
@@ -51,11 +51,6 @@ OPTIONS = (
     *("member", "reduction", "ignore_index", "label_smoothing", "z_loss", "weight_gradient", "chunk_bytes", "backend"),
 )
 """the options of a loss that the kernels compute"""
-
-
-def first_reason(reasons: dict[str, bool]) -> str | None:
-    """The first reason for a refusal that holds."""
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def too_many(tokens: int, most: int) -> dict[str, bool]:

@@ -16,13 +16,12 @@ from sigsoftmax.backends.chunked.chunk_plan import plan_chunks, row_width
 from sigsoftmax.backends.chunked.path import chunks_text
 from sigsoftmax.backends.triton import fused_loss, fused_tokens, priors
 from sigsoftmax.backends.triton.chunk_loop import TritonLinearLogits
-from sigsoftmax.backends.triton.kernels import formulas
 from sigsoftmax.backends.triton.kernels.token_losses import fused_mixture_kernel
 from sigsoftmax.backends.triton.launch import Launch
 from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
 from sigsoftmax.backends.triton.scaling import Scaling
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import LossResults, Problem, Refusal
+from sigsoftmax.contract.problem import LossResults, Problem, Refusal, first_reason
 from sigsoftmax.contract.spec import LossSpec
 
 
@@ -38,17 +37,16 @@ def lower(problem: Problem[LossSpec]) -> FusedMixture | Refusal:
     """The loss with all launches prepared, or why not."""
     prior, most = problem.spec.prior, fused_loss.MOST_TOKENS
     assert prior is not None
-    has_kernel = prior.is_fixed and prior.form.name in formulas.CODES
     plan = plan_chunks(problem)
     is_exact = plan.weight_gradient == "exact" and problem.wanted.weight
     reasons = {
-        f"the prior's function {prior.name} has no kernel, or learned parameters": not has_kernel,
-        **fused_tokens.too_many_components(problem),
+        f"the prior's function {prior.name} has no kernel, or learned parameters": not priors.is_known(prior),
+        **priors.too_many_components(problem),
         **fused_loss.too_many(problem.num_tokens, most),
         "the gradient of the weight is computed exactly, a block of the vocabulary at a time": is_exact,
     }
     # Without extras, the options are those of the token arithmetic by kernels.
-    reason = fused_loss.why_refused(problem, fused_tokens.OPTIONS) or fused_loss.first_reason(reasons)
+    reason = fused_loss.why_refused(problem, fused_tokens.OPTIONS) or first_reason(reasons)
     return FusedMixture(problem, plan.tokens) if reason is None else Refusal(reason)
 
 

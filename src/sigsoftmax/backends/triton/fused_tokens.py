@@ -20,14 +20,14 @@ from sigsoftmax.backends.chunked.loss import Computed
 from sigsoftmax.backends.chunked.vocabulary_blocks import VocabularyBlocks
 from sigsoftmax.backends.triton import priors
 from sigsoftmax.backends.triton.chunk_loop import TritonLoss
-from sigsoftmax.backends.triton.fused_loss import first_reason, too_many
+from sigsoftmax.backends.triton.fused_loss import too_many
 from sigsoftmax.backends.triton.kernels import token_losses
 from sigsoftmax.backends.triton.launch import launch
 from sigsoftmax.backends.triton.logits_kernels import LogitsKernels
 from sigsoftmax.backends.triton.vocabulary_blocks import reduce_blocks, write_gradients
 from sigsoftmax.contract import value_checks
 from sigsoftmax.contract.operands import Operands
-from sigsoftmax.contract.problem import Problem
+from sigsoftmax.contract.problem import Problem, first_reason
 from sigsoftmax.contract.rows import RowCoefficients, RowStats, RowTargets
 from sigsoftmax.contract.spec import LossSpec
 from sigsoftmax.contract.tokens import TokenBatch, with_z_slopes
@@ -52,15 +52,9 @@ def why_refused(problem: Problem[LossSpec]) -> str | None:
         "classes are spread over processes": problem.is_sharded,
         "values are checked with their messages": problem.signature.checks_values,
         **too_many(problem.num_tokens, MOST_TOKENS),
-        **too_many_components(problem),
+        **priors.too_many_components(problem),
     }
     return first_reason(reasons)
-
-
-def too_many_components(problem: Problem[LossSpec]) -> dict[str, bool]:
-    """The reason to refuse more components of a mixture than the kernels take."""
-    count, most = problem.components, priors.MOST_COMPONENTS
-    return {f"{count:,} components exceed its {most:,}": problem.spec.prior is not None and count > most}
 
 
 class FusedTokensLoss(TritonLoss):

@@ -16,6 +16,7 @@ from sigsoftmax.backends.chunked.path import Prior
 from sigsoftmax.backends.triton.kernels import formulas
 from sigsoftmax.backends.triton.kernels.priors import log_prior_kernel
 from sigsoftmax.backends.triton.launch import LOGITS_DTYPES, launch
+from sigsoftmax.contract.problem import AnyProblem
 from sigsoftmax.contract.rows import Logarithms
 from sigsoftmax.contract.spec import MemberSpec
 
@@ -83,7 +84,17 @@ class KernelPrior(Prior):
         return []
 
 
+def is_known(spec: MemberSpec) -> bool:
+    """True if the kernel computes this output function, whose numbers it must be given."""
+    return spec.is_fixed and spec.form.name in formulas.CODES
+
+
 def has_kernel(spec: MemberSpec, components: int, dtype: torch.dtype) -> bool:
     """True if the kernel computes the log-probabilities of so many components."""
-    is_known = spec.is_fixed and spec.form.name in formulas.CODES
-    return is_known and components <= MOST_COMPONENTS and dtype in LOGITS_DTYPES
+    return is_known(spec) and components <= MOST_COMPONENTS and dtype in LOGITS_DTYPES
+
+
+def too_many_components(problem: AnyProblem) -> dict[str, bool]:
+    """The reason to refuse more components of a mixture than the kernels take."""
+    count, most = problem.components, MOST_COMPONENTS
+    return {f"{count:,} components exceed its {most:,}": problem.spec.prior is not None and count > most}

@@ -145,11 +145,17 @@ def open_matrix(path: str) -> AuditedModel:
 # --- arrays ---------------------------------------------------------------------------------------------------------
 
 
+def check_length(tokens: int) -> None:
+    """Refuse a text in which nothing follows anything."""
+    if tokens < 2:
+        raise ValueError(f"the text has {tokens} tokens; an audit needs at least 2, and better some thousands")
+
+
 def open_arrays(path: str, *, function: str | None = None, memory: int, seed: int = 0) -> AuditedModel:
-    """An output matrix W (words, width), perhaps with a bias b (words,), and hidden vectors H (contexts, width).
+    """An output matrix W (vocabulary, width), perhaps a bias b (vocabulary,), and hidden vectors H (contexts, width).
 
     H of a mixture is (contexts, components, width), beside the logits ``prior`` (contexts, components) of its prior.
-    ``next`` may hold the words that followed. Without H the output matrix alone is audited.
+    ``next`` may hold the tokens that followed. Without H the output matrix alone is audited.
     """
     tensors = _by_role(path, _read_arrays(Path(path), memory))
     hidden, prior, following = (tensors.get(role) for role in ("h", "prior", "next"))
@@ -204,14 +210,14 @@ def _by_role(path: str, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if unknown or "w" not in found or len(found) < len(stored):
         part_of_model = " A part of a Hugging Face model is audited by naming its folder." if unknown else ""
         raise ValueError(
-            f"{path}: expected arrays named H (contexts, width), W (words, width) and perhaps b (words,) and next "
-            "(contexts,), or an output layer alone as lm_head.weight, got "
+            f"{path}: expected arrays named H (contexts, width), W (vocabulary, width) and perhaps b (vocabulary,) and "
+            "next (contexts,), or an output layer alone as lm_head.weight, got "
             f"{', '.join(sorted(stored)[:8]) or 'none'}.{part_of_model}"
         )
     for name, tensor in stored.items():
         is_next = roles[name] == "next"
         if tensor.is_floating_point() == is_next:
-            expected = "the numbers of words" if is_next else "floating-point numbers"
+            expected = "the numbers of tokens" if is_next else "floating-point numbers"
             raise ValueError(f"{path}: {name} must hold {expected}, got {tensor.dtype}")
     if "h" in found and found["h"].ndim not in (2, 3):
         raise ValueError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sigsoftmax.analysis.head_weights import Contexts, HeadWeights, detached
-from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress
+from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress, check_length
 from sigsoftmax.experiments.runs.run import checkpoint_file
 from sigsoftmax.layers.mixture import MixtureOutputLayer
 from sigsoftmax.lm.data.corpus import Corpus
@@ -59,12 +59,11 @@ def open_checkpoint(
         return alone
     corpus: Corpus | None = None
     if text is not None:
-        ids_L, description = _ids_of(text, loaded, notes), f"the words of {text}"
+        ids_L, description = _ids_of(text, loaded, notes), f"the tokens of {text}"
     else:
         corpus = _own_corpus(loaded, file, data)
         ids_L, description = corpus.test, f"the test text of {corpus.name!r}"
-    if ids_L.numel() < 2:
-        raise ValueError(f"the text has {ids_L.numel()} words; an audit needs at least 2, and better some thousands")
+    check_length(ids_L.numel())
 
     def truth(count: int) -> Tensor:
         assert corpus is not None and corpus.language is not None and corpus.test_contexts is not None

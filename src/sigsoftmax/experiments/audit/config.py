@@ -51,9 +51,9 @@ class AuditConfig:
     memory_gib: float = 8.0
     """memory that the audit may use, the model included"""
     argmax_words: int = 1000
-    """words that are asked whether they can ever come first (a sample, if there are more); 0: none"""
+    """tokens that are asked whether they can ever come first (a sample, if there are more); 0: none"""
     argmax_seconds: float = 60.0
-    """seconds for the question which words can come first"""
+    """seconds for the question which tokens can come first"""
     heads: tuple[str, ...] = HEADS
     """heads to fit to the target, as recipes name them (softmax,gss-0.2,mos), beside the model's own"""
     widths: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class AuditConfig:
     fit_contexts: int = 500
     """contexts of the fits, at most"""
     fit_words: int = 500
-    """words of the fits, at most: the likeliest"""
+    """tokens of the fits, at most: the likeliest"""
     starts: int = 3
     """starting points of each fit, at least"""
     iterations: int = 300
@@ -71,7 +71,7 @@ class AuditConfig:
     device: str = "cpu"
     """cpu, cuda or cuda:1"""
     seed: int = 0
-    """seed of all that is drawn: contexts, words, and starts of the fits"""
+    """seed of all that is drawn: contexts, tokens, and starts of the fits"""
     out: Path = Path("runs/audit")
     """folder for the records"""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sigsoftmax.analysis.head_weights import Contexts, HeadWeights
 from sigsoftmax.analysis.spectrum.entry_checks import dtype_name
-from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress
+from sigsoftmax.experiments.audit.audited_models import AuditedModel, Progress, check_length
 from sigsoftmax.experiments.audit.default_text import generated_text
 from sigsoftmax.experiments.audit.detect_function import (
     Detected,
@@ -85,8 +85,7 @@ class HuggingFaceModel:
         # A line at a time: tokenizers warn about texts that are longer than the model.
         lines = text.splitlines(keepends=True)
         ids = [one for line in lines for one in self.tokenizer(line, add_special_tokens=False)["input_ids"]]
-        if len(ids) < 2:
-            raise ValueError(f"the text has {len(ids)} tokens; an audit needs at least 2, and better some thousands")
+        check_length(len(ids))
         start = self.tokenizer.bos_token_id
         own = min(len(ids), length if start is None else length - 1)
         whole = len(ids) // own
@@ -101,7 +100,7 @@ class HuggingFaceModel:
         known = min(self.vocabulary, self.model.get_input_embeddings().weight.shape[0])
         if int(windows.ids_BL.max()) >= known:
             raise ValueError(
-                f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.known.name} has {known} words; the "
+                f"the tokenizer makes token {int(windows.ids_BL.max())}, but {self.known.name} has {known} tokens; the "
                 "tokenizer belongs to another model"
             )
         hidden: list[Tensor] = []
@@ -261,15 +260,13 @@ def _output_module(name: str, model: Any) -> Any:
 def _note_on_missing(name: str, model: Any, weight: Tensor, missing: list[str]) -> list[str]:
     """A note on parameters that the files lack and that were drawn at random; ValueError if the head is among them."""
     of_weight = names_of(model, weight)
-    if of_weight and set(of_weight) <= set(missing):
-        raise ValueError(
-            f"{name} has no output layer: its files lack {of_weight[0]}. It was stored without its language-model head"
-        )
+    lacks_weight = of_weight and set(of_weight) <= set(missing)
     of_head = [key for key in missing if not key.startswith(f"{model.base_model_prefix}.")]
-    if of_head:
+    if lacks_weight or of_head:
+        lacking = of_weight[0] if lacks_weight else ", ".join(of_head[:4])
         raise ValueError(
-            f"{name} has no whole output layer: its files lack {', '.join(of_head[:4])}. It was stored without its "
-            "language-model head"
+            f"{name} has no {'' if lacks_weight else 'whole '}output layer: its files lack {lacking}. It was stored "
+            "without its language-model head"
         )
     if not missing:
         return []

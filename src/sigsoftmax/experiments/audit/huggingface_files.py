@@ -40,7 +40,7 @@ class ModelFiles:
         build: Any = transformers.AutoModelForCausalLM.from_config
         if isinstance(config, SigsoftmaxConfig):
             build = SigsoftmaxForCausalLM._from_config
-        message = f"{self.name} is not a causal language model, so it has no output layer over words"
+        message = f"{self.name} is not a causal language model, so it has no output layer over tokens"
         with self._explained(message), torch.device("meta"):
             return build(config, trust_remote_code=self.trust_remote_code)
 

@@ -203,7 +203,7 @@ class _Auditor:
             argmax_seconds=settings.argmax_seconds,
             bounds_contexts=(model.available or 0) if self.config.bounds_only and model.contexts else 0,
         )
-        shape = f"{model.vocabulary:,} words" + ("" if layer is None else f", width {layer.width:,}")
+        shape = f"{model.vocabulary:,} tokens" + ("" if layer is None else f", width {layer.width:,}")
         shape += f", {count:,} contexts" if count else ", the output layer alone"
         fits = ", and the fits against the target, whose time is told when they begin" if self._has_target else ""
         self.progress("")
@@ -268,12 +268,12 @@ class _Auditor:
         chosen = restricted(
             log_p_NV, contexts=config.fit_contexts, vocabulary=config.fit_words, seed=config.seed, description=name
         )
-        contexts, words = chosen.log_p_NV.shape
+        contexts, vocabulary = chosen.log_p_NV.shape
         width = None if subject.layer is None else subject.layer.width
-        widths = config.widths or widths_that_bind(width, contexts, words)
+        widths = config.widths or widths_that_bind(width, contexts, vocabulary)
         if width is not None and not config.widths and width not in widths:
             self.findings.notes.append(
-                f"At the layer's width {width:,} a softmax makes any distributions over {words:,} words in "
+                f"At the layer's width {width:,} a softmax makes any distributions over {vocabulary:,} tokens in "
                 f"{contexts:,} contexts, so smaller widths were fitted; --fit-contexts and --fit-words above "
                 f"{2 * width:,} measure it."
             )
@@ -291,7 +291,7 @@ class _Auditor:
         self.progress("")
         self.say(
             f"Fitting {len(heads)} output functions at width {', '.join(map(str, widths))} to {name} ({contexts:,} "
-            f"contexts, {words:,} words): about {duration_text(fit_seconds(chosen, effort))}."
+            f"contexts, {vocabulary:,} tokens): about {duration_text(fit_seconds(chosen, effort))}."
         )
 
         def fitted(result: CapacityResult, done: int, total: int) -> None:
@@ -306,10 +306,10 @@ class _Auditor:
                 self.target = TargetResult(
                     target=name,
                     contexts=contexts,
-                    words=words,
+                    words=vocabulary,
                     all_words=log_p_NV.shape[1],
                     mass=float(chosen.weights_N.sum()),
-                    is_lower_bound=words < log_p_NV.shape[1],
+                    is_lower_bound=vocabulary < log_p_NV.shape[1],
                     model_kl=model_kl,
                     heads=heads_at_width(self.fits),
                     seconds=time.perf_counter() - began,
@@ -339,7 +339,7 @@ class _Auditor:
         assert layer is not None
         if layer.vocabulary != self.loaded.vocabulary:
             raise ValueError(
-                f"the teacher {name} has {layer.vocabulary:,} words and {self.config.model} has "
+                f"the teacher {name} has {layer.vocabulary:,} tokens and {self.config.model} has "
                 f"{self.loaded.vocabulary:,}; a teacher must speak the same tokens"
             )
         if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():

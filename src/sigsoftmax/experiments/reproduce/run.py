@@ -6,7 +6,6 @@ as the time goes by, and what does not fit is left to the next command.
 
 from __future__ import annotations
 
-import difflib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sigsoftmax.analysis.progress import Progress
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.experiments.display import Display, Pace, Say, make_display
 from sigsoftmax.experiments.reproduce.plan import Left, Step, describe_plan, power_lines, steps_of
 from sigsoftmax.experiments.reproduce.run_times import RunTimes, measure_times
@@ -23,6 +23,7 @@ from sigsoftmax.experiments.runs.evaluate import evaluate_best
 from sigsoftmax.experiments.runs.ranks import measure_rank
 from sigsoftmax.experiments.runs.run import Resources, Run, check_setting, planned_runs
 from sigsoftmax.experiments.runs.train import result_lines, train_and_evaluate
+from sigsoftmax.family.notation import did_you_mean
 from sigsoftmax.lm.config import Recipe
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.recipes import recipe, with_overrides
@@ -68,11 +69,10 @@ class ReproduceConfig:
         if self.minutes is not None and not (math.isfinite(self.minutes) and self.minutes > 0.0):
             raise ValueError(f"--minutes must be a positive number, got {self.minutes:g}")
         if self.table not in TABLES:
-            near = difflib.get_close_matches(self.table, TABLES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"the tables are {', '.join(TABLES)}, got {self.table!r}{hint}")
-        if self.seeds < 1:
-            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+            raise ValueError(
+                f"the tables are {', '.join(TABLES)}, got {self.table!r}{did_you_mean(self.table, TABLES)}"
+            )
+        check_positive(seeds=self.seeds)
         if self.first_seed is not None and self.first_seed < 0:
             raise ValueError(f"--first-seed must be at least 0, got {self.first_seed}")
         check_setting(self.setting)

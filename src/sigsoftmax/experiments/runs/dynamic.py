@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.experiments.display import Pace, Say, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, checkpoint_file, measured_on, run_folder, text_of
@@ -48,8 +49,8 @@ class DynamicConfig:
     def __post_init__(self) -> None:
         if (self.learning_rate is None) != (self.decay is None):
             raise ValueError("give both --learning-rate and --decay, or neither for the recipe's grid")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit must be at least 1 window, got {self.limit}")
+        if self.limit is not None:
+            check_positive(limit=self.limit)
 
 
 def points_at_once(resources: Resources, device: torch.device) -> int:

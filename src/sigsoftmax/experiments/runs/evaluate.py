@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.experiments.display import Say, perplexity_text
 from sigsoftmax.experiments.runs.folder_locks import FolderLock
 from sigsoftmax.experiments.runs.run import Resources, Run, checkpoint_file, measured_on, run_folder, text_of
@@ -39,8 +40,8 @@ class EvaluateConfig:
     resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
-        if self.batch is not None and self.batch < 1:
-            raise ValueError(f"batch must be at least 1, got {self.batch}")
+        if self.batch is not None:
+            check_positive(batch=self.batch)
 
 
 def run(config: EvaluateConfig, say: Say) -> list[EvaluationRecord]:

@@ -10,6 +10,8 @@ from typing import Protocol, Self, TypeVar, get_args
 
 import torch
 
+from sigsoftmax.contract.spec import check_positive
+from sigsoftmax.family.notation import check_choice
 from sigsoftmax.lm.config import Recipe, TrainingConfig
 from sigsoftmax.lm.data.corpus import Corpus
 from sigsoftmax.lm.data.published_corpora import PUBLISHED
@@ -64,8 +66,7 @@ class Resources:
     """time between two checkpoints, which is the most that is lost if the process is killed"""
 
     def __post_init__(self) -> None:
-        if self.at_once < 1:
-            raise ValueError(f"at_once must be at least 1, got {self.at_once}")
+        check_positive(at_once=self.at_once)
         known_precision(self.precision)
         resolve_evaluation_precision(self.evaluation_precision, resolve_device(self.device))
         check_kind(self.parallel)
@@ -206,8 +207,8 @@ def check_out(out: Path) -> None:
 
 
 def check_setting(setting: str | None) -> None:
-    if setting is not None and setting not in SETTINGS:
-        raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {setting!r}")
+    if setting is not None:
+        check_choice("setting", setting, SETTINGS)
 
 
 def folder_name(name: str) -> str:

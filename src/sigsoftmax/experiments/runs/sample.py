@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.experiments.runs.run import checkpoint_file
 from sigsoftmax.lm.data.corpus import EOS
 from sigsoftmax.lm.model.language_model import LanguageModel
@@ -38,8 +39,7 @@ class SampleConfig:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.words < 1:
-            raise ValueError(f"words must be at least 1, got {self.words}")
+        check_positive(words=self.words)
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
             raise ValueError(f"temperature must be a number of at least 0, got {self.temperature}")
 

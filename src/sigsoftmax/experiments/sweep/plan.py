@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.experiments.runs.run import Run, folder_name, planned_runs
 from sigsoftmax.family.heads import Head
 from sigsoftmax.family.notation import split_items
@@ -102,8 +103,8 @@ class SweepConfig:
         known_precision(self.precision)
         if not 0.0 < self.confidence < 1.0:
             raise ValueError(f"confidence must be between 0 and 1, as 0.95, got {self.confidence}")
-        if self.at_once is not None and self.at_once < 1:
-            raise ValueError(f"at_once must be at least 1, got {self.at_once}")
+        if self.at_once is not None:
+            check_positive(at_once=self.at_once)
         self._check_shares()
         self.trials()
         self.baseline_choice()

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sigsoftmax.lm.data.corpus_files import EOS, did_you_mean, find, read_split, split_files, tokenise
+from sigsoftmax.family.notation import did_you_mean
+from sigsoftmax.lm.data.corpus_files import EOS, find, read_split, split_files, tokenise
 from sigsoftmax.lm.data.published_corpora import PUBLISHED, SPLITS, Split
 from sigsoftmax.synthetic import Language
 
@@ -31,6 +32,7 @@ __all__ = [
     "Corpus",
     "Split",
     "Vocabulary",
+    "check_ids",
     "embedded_language",
     "tokenise",
 ]
@@ -89,18 +91,23 @@ class Vocabulary:
 
     def check(self, ids: Tensor, what: str) -> None:
         """Refuse ids outside the vocabulary; ``what`` names them in the message."""
-        if ids.dtype != torch.int64:
-            raise ValueError(f"{what} must be int64, got {ids.dtype}")
-        if not ids.numel():
-            return
-        low, high = (int(bound) for bound in torch.aminmax(ids))
-        if low < 0 or high >= len(self):
-            outside = low if low < 0 else high
-            position = int((ids.flatten() == outside).nonzero()[0])
-            raise ValueError(
-                f"{what} must be between 0 and {len(self) - 1:,}, the vocabulary being {len(self):,} words, "
-                f"got {outside:,} at position {position:,}; was the text made with another vocabulary?"
-            )
+        check_ids(ids, len(self), what)
+
+
+def check_ids(ids: Tensor, vocabulary: int, what: str) -> None:
+    """Refuse anything but ids below the size of a vocabulary; ``what`` names them in the message."""
+    if ids.dtype != torch.int64:
+        raise ValueError(f"{what} must be int64, got {ids.dtype}")
+    if not ids.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if low < 0 or high >= vocabulary:
+        outside = low if low < 0 else high
+        position = int((ids.flatten() == outside).nonzero()[0])
+        raise ValueError(
+            f"{what} must be between 0 and {vocabulary - 1:,}, the vocabulary being {vocabulary:,} words, "
+            f"got {outside:,} at position {position:,}; was the text made with another vocabulary?"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -6,7 +6,6 @@ places; any other folder is one's own text.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +13,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from sigsoftmax.family.notation import did_you_mean
 from sigsoftmax.lm.data.published_corpora import PUBLISHED, SPLITS, Split
 
-__all__ = ["EOS", "cache_folder", "did_you_mean", "find", "read_split", "split_files", "tokenise"]
+__all__ = ["EOS", "cache_folder", "find", "read_split", "split_files", "tokenise"]
 
 EOS = "<eos>"
 """The token that ends every line."""
@@ -78,12 +78,6 @@ def _own_folder(name: str, data: str | Path | None) -> Path:
         )
     missing = [f"{split}.txt" for split in SPLITS if not (folder / f"{split}.txt").is_file()]
     raise ValueError(f"expected train.txt, valid.txt and test.txt in {folder}; missing: {', '.join(missing)}")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for a message: the nearest of the known names, or nothing where none is near."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def split_files(folder: Path) -> dict[Split, Path] | None:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from sigsoftmax._version import __version__, install_extra
-from sigsoftmax.lm.data.corpus_files import cache_folder, did_you_mean
+from sigsoftmax.family.notation import did_you_mean
+from sigsoftmax.lm.data.corpus_files import cache_folder
 from sigsoftmax.lm.data.download_files import NotPlain, check_plain, make_folder, open_again, open_new
 from sigsoftmax.lm.data.published_corpora import PUBLISHED, PublishedFile, Split
 from sigsoftmax.terminal import above_bars, console

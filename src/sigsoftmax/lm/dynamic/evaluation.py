@@ -29,6 +29,7 @@ from typing import Self, Unpack
 import torch
 from torch import Tensor
 
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.lm.config import DynamicEvaluationConfig
 from sigsoftmax.lm.data.windows import batchify
 from sigsoftmax.lm.dynamic.adapting_models import AdaptingModels, OneAdaptingModel, kernels_serve
@@ -194,8 +195,7 @@ class DynamicEvaluator:
     ) -> None:
         check_text(ids_L, model.vocabulary_size)
         statistics.check_fits(model)
-        if at_once < 1:
-            raise ValueError(f"at_once must be at least 1 run, got {at_once}")
+        check_positive(at_once=at_once)
         self._statistics = statistics.to(model.embedding.device)
         self._split, self._progress, self.at_once = split, progress, at_once
         self._clipped_for = 0.0

@@ -23,7 +23,9 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from sigsoftmax.contract.spec import check_positive
 from sigsoftmax.lm.config import Precision
+from sigsoftmax.lm.data.corpus import check_ids
 from sigsoftmax.lm.data.windows import TextCursor, evaluation_windows
 from sigsoftmax.lm.dynamic.rates import Rates
 from sigsoftmax.lm.model.language_model import LanguageModel
@@ -107,23 +109,17 @@ def window_count(tokens: int, window: int, limit: int | None = None) -> int:
     windows = -(-(tokens - 1) // window)
     if limit is None:
         return windows
-    if limit < 1:
-        raise ValueError(f"limit must be at least 1 window, got {limit}")
+    check_positive(limit=limit)
     return min(windows, limit)
 
 
 def check_text(ids_L: Tensor, vocabulary_size: int) -> None:
     """Refuse anything but a text of at least 2 tokens from a vocabulary of this size."""
-    if ids_L.ndim != 1 or ids_L.dtype != torch.int64:
-        raise ValueError(f"a text must be one stream of int64 ids, got {ids_L.dtype} of shape {tuple(ids_L.shape)}")
+    if ids_L.ndim != 1:
+        raise ValueError(f"a text must be one stream of ids, got the shape {tuple(ids_L.shape)}")
     if ids_L.numel() < 2:
         raise ValueError(f"a text must have at least 2 tokens, since the first is not scored, got {ids_L.numel()}")
-    low, high = (int(bound) for bound in torch.aminmax(ids_L))
-    if low < 0 or high >= vocabulary_size:
-        raise ValueError(
-            f"ids must be between 0 and {vocabulary_size - 1:,}, the model having {vocabulary_size:,} words, got "
-            f"{low if low < 0 else high:,}; was the text made with another vocabulary?"
-        )
+    check_ids(ids_L, vocabulary_size, "the ids of a text")
 
 
 def trainable_copy(model: LanguageModel) -> LanguageModel:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from sigsoftmax.family.notation import check_choice
 from sigsoftmax.lm.model.language_model import LanguageModel
 from sigsoftmax.lm.training.nt_asgd import joint_squares
 
@@ -113,8 +114,8 @@ class SingleProcessStrategy:
 
 def check_kind(kind: str | None) -> None:
     """Check that it is a known way to divide a run, or None for none."""
-    if kind is not None and kind not in KINDS:
-        raise ValueError(f"parallel must be one of {', '.join(KINDS)}, got {kind!r}")
+    if kind is not None:
+        check_choice("parallel", kind, KINDS)
 
 
 def parallel_strategy(model: LanguageModel, kind: Kind | None) -> SingleProcessStrategy:

@@ -25,6 +25,7 @@ __all__ = ["SWITCH", "Recurrence", "RecurrenceFailed"]
 SWITCH = "SIGSOFTMAX_RECURRENCE"
 """environment variable; ``torch`` makes every layer run on torch's own LSTM"""
 TRIAL_NS = 500_000_000
+NO_BINDINGS = Refusal("the package cuda-bindings is not installed")
 Key = tuple[int, int, PlanPrecision]
 """hidden units, columns, precision"""
 
@@ -78,7 +79,7 @@ class Recurrence:
         try:
             gpu = describe_gpu(device, self.concurrent_runs)
         except ImportError:
-            return Refusal("the package cuda-bindings is not installed")
+            return NO_BINDINGS
         except (RuntimeError, OSError) as error:
             return Refusal(f"the CUDA driver cannot be asked: {error}")
         plan, asked = plan_layer(*key, gpu), self._asked.get(key)
@@ -185,7 +186,7 @@ def _loaded_and_tried(kernels: LayerKernels, dtype: torch.dtype, *, backward: bo
         if int(flag):
             return Refusal(f"thread blocks waited in vain for {TRIAL_NS / 1e9:g} s in a trial: the GPU is busy")
     except ImportError:
-        return Refusal("the package cuda-bindings is not installed")
+        return NO_BINDINGS
     except (CompilationError, DriverError, OSError) as error:
         return Refusal(str(error))
     return None

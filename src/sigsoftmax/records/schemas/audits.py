@@ -100,7 +100,7 @@ class GradientShare:
 
     contexts: int
     next_words: str
-    """source of the words that the loss asks for"""
+    """source of the tokens that the loss asks for"""
     mean: float
     median: float
     low: float
@@ -114,11 +114,11 @@ class GradientShare:
 
 @dataclass(frozen=True, kw_only=True)
 class ArgmaxCounts:
-    """Words that some hidden vector ranks first (yes), that none does (no), and those not settled in time."""
+    """Tokens that some hidden vector ranks first (yes), that none does (no), and those not settled in time."""
 
     words: int
     in_question: int
-    """a random sample if fewer than all words"""
+    """a random sample if fewer than all tokens"""
     yes: int
     no: int
     undecided: int
@@ -127,7 +127,7 @@ class ArgmaxCounts:
     yes_by_steps: int
     yes_by_program: int
     never: tuple[int, ...]
-    """the words counted as no"""
+    """the tokens counted as no"""
     has_solver: bool
     """without SciPy there are no linear programs, and what the search leaves is undecided"""
     seconds: float
@@ -153,15 +153,15 @@ class TargetResult:
     target: str
     contexts: int
     words: int
-    """words that were fitted"""
+    """tokens that were fitted"""
     all_words: int
     mass: float
-    """probability that the target gives the fitted words, on average; 1 if these are all"""
+    """probability that the target gives the fitted tokens, on average; 1 if these are all"""
     is_lower_bound: bool
-    """words were left out: the least KL on all of them is at least that of the conditional distributions, weighted by
+    """tokens were left out: the least KL on all of them is at least that of the conditional distributions, weighted by
     the mass of each context"""
     model_kl: float | None
-    """KL(target || model) on the same contexts and all words; None if the model's contexts are others"""
+    """KL(target || model) on the same contexts and all tokens; None if the model's contexts are others"""
     heads: tuple[HeadAtWidth, ...]
     seconds: float
 
@@ -198,7 +198,7 @@ class Audit(MeasuredPayload):
 
     @property
     def extent(self) -> Extent:
-        """The parts that were measured in these contexts, with the numbers of contexts or words that they are of."""
+        """The parts that were measured in these contexts, with the numbers of contexts or tokens that they are of."""
         parts = ("bounds", "spectrum", "truncation", "bend", "gradient")
         measured = {part: getattr(self, part) for part in parts}
         found: dict[Hashable, float] = {

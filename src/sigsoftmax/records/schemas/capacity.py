@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sigsoftmax.records.schemas.base import Extent, MeasuredPayload
 
-__all__ = ["CapacityResult", "StartResult"]
+__all__ = ["CapacityResult", "StartResult", "softmax_width_of_equal_kl"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,20 @@ class CapacityResult(MeasuredPayload):
         """
         return self.kl if self.kl < self.fitted_kl else None
 
-    @property
-    def excess_perplexity(self) -> float:
-        """e^KL of the fit: the factor by which perplexity exceeds that of the truth."""
-        return math.exp(self.fitted_kl)
+
+def softmax_width_of_equal_kl(kl: float, curve: Mapping[int, float], *, floor: float = 1e-6) -> float:
+    """The width at which softmax reaches ``kl``, given KL by width; log KL is interpolated linearly in the width.
+
+    Outside the curve the answer is 0 (softmax is better at every width) or inf (worse at every width).
+    """
+    if not curve or min(curve.values()) < 0.0 or not kl >= 0.0:
+        raise ValueError("expected a KL and a curve of KLs that are not negative, with at least one width")
+    points = [(width, max(curve[width], floor)) for width in sorted(curve)]
+    kl = max(kl, floor)
+    if kl > points[0][1]:
+        return 0.0
+    for (left, left_kl), (right, right_kl) in itertools.pairwise(points):
+        if left_kl >= kl >= right_kl:
+            fall = math.log(left_kl / right_kl)
+            return float(left) if fall == 0.0 else left + (right - left) * math.log(left_kl / kl) / fall
+    return float(points[-1][0]) if kl == points[-1][1] else math.inf

@@ -4,7 +4,7 @@ A numerical rank is a number of singular values above a threshold, so a rank wit
 threshold below the noise of the entries or of the arithmetic counts noise. So a spectrum knows how wrong it may be, and
 counts nothing below its noise floor.
 
-Symbols: M words of the vocabulary, T contexts, eps32 = 2^-23, eps64 = 2^-52.
+Symbols: M tokens of the vocabulary, T contexts, eps32 = 2^-23, eps64 = 2^-52.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def meaning(audit: Audit) -> list[str]:
 
 
 def findings(audit: Audit) -> list[str]:
-    """The sentences of :func:`meaning` that a reader should see first: cost, collapse, words that never come first."""
+    """The sentences of :func:`meaning` that a reader should see first: cost, collapse, tokens that never come first."""
     found = [_cost(audit)[-1]]
     if audit.bend and is_nonlinear(audit) and audit.bend.kl_to_nearest_softmax <= COLLAPSED:
         found.append(_collapse(audit))
@@ -46,12 +46,12 @@ def findings(audit: Audit) -> list[str]:
 
 
 def _no_bottleneck(audit: Audit) -> str:
-    words, width = audit.layer.words, audit.layer.width
-    if width is None or words > width + 1:
+    vocabulary, width = audit.layer.words, audit.layer.width
+    if width is None or vocabulary > width + 1:
         return ""
     return (
-        f"There is no bottleneck: with {words:,} words and width {width:,} a softmax makes any distribution in every "
-        "context."
+        f"There is no bottleneck: with {vocabulary:,} tokens and width {width:,} a softmax makes any distribution in "
+        "every context."
     )
 
 
@@ -111,7 +111,7 @@ def _lost_gradient(audit: Audit) -> str:
         return ""
     return (
         f"{audit.gradient.mean:.1%} of what the loss asks of the logits cannot be passed to the rest of the model; W's "
-        "own gradient is not concerned. Any layer with many more words than width loses most of it: how much is lost "
+        "own gradient is not concerned. Any layer with many more tokens than width loses most of it: how much is lost "
         "says nothing about nats by itself."
     )
 
@@ -122,12 +122,12 @@ def _never_first(audit: Audit) -> str:
         return ""
     if counts.no:
         return (
-            f"{counts.no:,} of the {counts.in_question:,} words asked about ({counts.no / counts.in_question:.1%}) can "
-            "never be ranked first, in any context; greedy decoding will not produce them."
+            f"{counts.no:,} of the {counts.in_question:,} tokens asked about ({counts.no / counts.in_question:.1%}) "
+            "can never be ranked first, in any context; greedy decoding will not produce them."
         )
     if counts.undecided:
-        return "No word was found that can never be ranked first, but not all were settled."
-    asked = "Every word" if counts.in_question == counts.words else "Every word asked about"
+        return "No token was found that can never be ranked first, but not all were settled."
+    asked = "Every token" if counts.in_question == counts.words else "Every token asked about"
     return f"{asked} can be ranked first by some hidden vector (not necessarily one that the model makes)."
 
 

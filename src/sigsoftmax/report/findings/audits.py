@@ -15,15 +15,14 @@ from sigsoftmax.report.findings.audit_meaning import (
     meaning,
     softmax_curve,
 )
-from sigsoftmax.report.number_text import count_text, seconds_text, width_text
+from sigsoftmax.report.number_text import count_text, seconds_text, width_text, wrapped
 from sigsoftmax.report.tables import Column, Fields, Row, Table, head_cell
 from sigsoftmax.report.theme import Looks, head_label, same_head
 
 __all__ = ["audit_text", "facts_table", "target_table", "truncation_table"]
 
-COLUMNS = 110
 NEVER_SHOWN = 20
-"""words that can never come first, by number"""
+"""tokens that can never come first, by number"""
 
 
 def audit_text(audit: Audit) -> str:
@@ -62,12 +61,7 @@ class Part(NamedTuple):
 
     def to_text(self) -> str:
         """The title, lines beneath it that are wrapped and keep their indentation, and the table."""
-        told = [f"{self.title}:"]
-        for line in self.lines:
-            indent = " " * (2 + len(line) - len(line.lstrip()))
-            wrapper = textwrap.TextWrapper(COLUMNS, indent, f"{indent}  ", break_long_words=False)
-            wrapper.break_on_hyphens = False
-            told.append(wrapper.fill(line.strip()))
+        told = [f"{self.title}:", *(wrapped(line, "  ") for line in self.lines)]
         return "\n".join(told + ([textwrap.indent(self.table.to_text(), "  ")] if self.table else []))
 
 
@@ -79,21 +73,21 @@ def _parts(audit: Audit) -> list[Part]:
         Part("Directions that the output uses", [], truncation),
         Part("The nonlinearity of phi", _nonlinearity(audit)),
         Part("The gradient", _gradient(audit)),
-        Part("Words that can come first", _argmax(audit)),
+        Part("Tokens that can come first", _argmax(audit)),
         Part("Nats", _target(audit), target_table(audit.target) if audit.target else None),
     ]
 
 
 def _layer(audit: Audit) -> dict[str, str]:
     layer = audit.layer
-    size = [f"{layer.words:,}", f"entries in {layer.dtype}"]
+    size = [f"{layer.words:,} tokens", f"entries in {layer.dtype}"]
     if layer.width is not None:
         bias = "with a class bias" if layer.has_bias else "without a class bias"
         size[1:] = [f"width: {layer.width:,}", bias, f"weights in {layer.dtype}"]
     if layer.scale != 1.0:
         size.append(f"logits scaled by {layer.scale:g}")
     function = f"{head_label(layer.head)} ({layer.how_known})" if layer.head else layer.how_known
-    facts = {"Words": "; ".join(size), "Output function": function}
+    facts = {"Vocabulary": "; ".join(size), "Output function": function}
     return facts | ({"Contexts": f"{audit.contexts:,}, from {audit.contexts_from}"} if audit.contexts else {})
 
 
@@ -106,8 +100,8 @@ def _rank(audit: Audit) -> list[str]:
             f"The {bounds.source} ({bounds.words:,} x {bounds.contexts:,}) have rank {between}.",
             f"  At most: {bounds.upper_reason}.",
             (
-                f"  At least: from a block of {bounds.block_words:,} words x {bounds.block_contexts:,} contexts, above "
-                f"the threshold {bounds.rule} of the whole."
+                f"  At least: from a block of {bounds.block_words:,} tokens x {bounds.block_contexts:,} contexts, "
+                f"above the threshold {bounds.rule} of the whole."
             ),
         ]
     spectrum = audit.spectrum
@@ -147,11 +141,11 @@ def _gradient(audit: Audit) -> list[str]:
     if gradient is None:
         return []
     if math.isnan(gradient.mean):
-        return ["Every next word was certain, so that no gradient was left to look at."]
+        return ["Every next token was certain, so that no gradient was left to look at."]
     return [
         (
             f"Of the squared gradient by the logits {gradient.mean:.2%} is orthogonal to the columns of W and is lost "
-            f"on the way to h (5 % to 95 % of the contexts: {gradient.low:.2%} to {gradient.high:.2%}; next words "
+            f"on the way to h (5 % to 95 % of the contexts: {gradient.low:.2%} to {gradient.high:.2%}; next tokens "
             f"{gradient.next_words})."
         ),
         f"A gradient of random direction would lose {gradient.of_a_random_direction:.2%}.",
@@ -164,7 +158,7 @@ def _argmax(audit: Audit) -> list[str]:
         return []
     asked = "all" if counts.in_question == counts.words else f"{counts.in_question:,} drawn at random"
     settled = f"{counts.yes:,} can (proved by a hidden vector), {counts.no:,} never can, {counts.undecided:,} undecided"
-    lines = [f"Of {asked} of the {counts.words:,} words, {settled}."]
+    lines = [f"Of {asked} of the {counts.words:,} tokens, {settled}."]
     if counts.never:
         shown = ", ".join(map(str, counts.never[:NEVER_SHOWN]))
         lines.append(f"Never: {shown}{', ...' if len(counts.never) > NEVER_SHOWN else ''}.")
@@ -178,19 +172,19 @@ def _target(audit: Audit) -> list[str]:
     target = audit.target
     if target is None:
         return []
-    words = (
-        f"{target.words:,} words"
+    tokens = (
+        f"{target.words:,} tokens"
         if target.words == target.all_words
-        else f"{target.words:,} of {target.all_words:,} words"
+        else f"{target.words:,} of {target.all_words:,} tokens"
     )
-    lines = [f"Against {target.target}, in {target.contexts:,} contexts and {words}."]
+    lines = [f"Against {target.target}, in {target.contexts:,} contexts and {tokens}."]
     if target.is_lower_bound:
         lines.append(
-            f"Only the likeliest words were fitted; they have {target.mass:.1%} of the probability. The KLs are of "
-            "the distributions given these words, weighted by their mass: over all words the least KL is no smaller."
+            f"Only the likeliest tokens were fitted; they have {target.mass:.1%} of the probability. The KLs are of "
+            "the distributions given these tokens, weighted by their mass: over all tokens the least KL is no smaller."
         )
     if target.model_kl is not None:
-        lines.append(f"The model itself is {kl_text(target.model_kl)} nats from the target, over all words.")
+        lines.append(f"The model itself is {kl_text(target.model_kl)} nats from the target, over all tokens.")
     return lines
 
 

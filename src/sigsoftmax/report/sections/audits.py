@@ -98,7 +98,7 @@ def _target_figure(name: str, target: TargetResult, looks: Looks, where: Environ
     heads = grouped(sorted(target.heads, key=lambda h: (h.width, h.kl)), lambda h: same_head(h.head))
     in_order = dict.fromkeys(same_head(h.head) for h in target.heads)
     bound = (
-        f" Only {target.words:,} of {target.all_words:,} words were fitted, which hold {target.mass:.1%} of the "
+        f" Only {target.words:,} of {target.all_words:,} tokens were fitted, which hold {target.mass:.1%} of the "
         "probability: these are lower bounds."
     )
     return Figure(

@@ -238,7 +238,7 @@ def _summary(curves: Sequence[Curve]) -> str:
         ranks = f"Ranks by the paper's threshold: {listed(each)}."
     faint = any(value <= curve.spectrum.noise_floor for curve in curves for value in curve.spectrum.singular_values)
     noise = " Faint dots lie below the noise floor of their spectrum." if faint else ""
-    return f"{some.words:,} words, {some.contexts:,} contexts. {ranks}{noise}"
+    return f"{some.words:,} tokens, {some.contexts:,} contexts. {ranks}{noise}"
 
 
 def _ranks_table(caption: str, curves: Sequence[Curve]) -> Table:

@@ -174,7 +174,7 @@ def test_mistakes_in_arguments():
         apply_output_function(model, "sigsoftmax", backend="quick")
     with pytest.raises(ValueError, match=r"is given by its name, .* got int"):
         apply_output_function(model, 3)
-    with pytest.raises(ValueError, match=f"has 5 values, but the model has {V} classes"):
+    with pytest.raises(ValueError, match=f"has 5 values, but there are {V} classes"):
         apply_output_function(model, OutputFunction("shifted_sigsoftmax", b=torch.zeros(5)))
     with pytest.raises(ValueError, match="was not patched"):
         remove_output_function(model)

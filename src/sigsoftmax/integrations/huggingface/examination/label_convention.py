@@ -60,11 +60,6 @@ class LabelConvention:
         return labels_BL[labels_BL != ignore_index] if self.drops_unlabelled else labels_BL
 
 
-def following_labels(labels_BL: Tensor | None, shifted_labels_BL: Tensor | None, ignore_index: int) -> Tensor:
-    """The label of the token that follows each position; nothing follows the last."""
-    return LabelConvention().targets(labels_BL, shifted_labels_BL, ignore_index)
-
-
 def is_encoder_decoder(model: Any) -> bool:
     return bool(getattr(model.config, "is_encoder_decoder", False))
 

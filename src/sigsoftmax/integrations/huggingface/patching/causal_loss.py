@@ -6,7 +6,7 @@ Shapes: B sequences of L tokens, d width, V classes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -15,8 +15,8 @@ from sigsoftmax.contract.spec import (
     check_chunk_bytes,
     check_label_smoothing,
     check_nonnegative,
-    check_weight_gradient,
 )
+from sigsoftmax.family.notation import check_choice
 from sigsoftmax.integrations.huggingface.examination.label_convention import IGNORED
 from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunction, LinearMap
 from sigsoftmax.losses.lowering import chosen_backend
@@ -41,12 +41,11 @@ class CausalLossOptions:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        if self.logits_with_labels not in ("eval", "always", "never"):
-            raise ValueError(f"logits_with_labels must be 'eval', 'always' or 'never', got {self.logits_with_labels!r}")
+        check_choice("logits_with_labels", self.logits_with_labels, ("eval", "always", "never"))
         check_nonnegative("z_loss", self.z_loss)
         check_label_smoothing(self.label_smoothing)
         check_chunk_bytes(self.chunk_bytes)
-        check_weight_gradient(self.weight_gradient)
+        check_choice("weight_gradient", self.weight_gradient, get_args(WeightGradient))
         chosen_backend(self.backend, None)
 
     def keep_logits(self, *, is_training: bool) -> bool:

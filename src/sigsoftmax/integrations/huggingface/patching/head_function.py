@@ -23,7 +23,7 @@ from sigsoftmax.contract.rows import MASK, compute_dtype
 from sigsoftmax.contract.spec import Function
 from sigsoftmax.contract.statistics import TokenStatistics
 from sigsoftmax.family import OutputFunction
-from sigsoftmax.family.parameters import ParameterKind
+from sigsoftmax.family.parameters import ParameterKind, check_number_of_values
 from sigsoftmax.integrations.huggingface.examination.label_convention import LabelConvention
 from sigsoftmax.integrations.huggingface.examination.output_layers import Examined, LogitAdjustment
 from sigsoftmax.layers.output_layer import FunctionModule
@@ -71,11 +71,7 @@ class HeadFunction(FunctionModule):
             if isinstance(value, Tensor)
         }
         for key, value in held.items():
-            if member.kinds[key] is ParameterKind.PER_CLASS and value.shape[0] != examined.num_classes:
-                raise ValueError(
-                    f"parameter {key!r} of {member.name!r} has {value.shape[0]} values, but the model has "
-                    f"{examined.num_classes} classes; give one number, or one per class"
-                )
+            check_number_of_values(member.name, key, value, examined.num_classes)
         super().__init__(member.with_parameters(**held), examined.num_classes)
         self.examined = examined
         self.scalars: tuple[str, ...] = ()

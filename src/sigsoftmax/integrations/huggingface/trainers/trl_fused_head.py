@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sigsoftmax.contract.rows import compute_dtype
 from sigsoftmax.contract.tokens import entropy
-from sigsoftmax.integrations.huggingface.examination.label_convention import IGNORED, following_labels
+from sigsoftmax.integrations.huggingface.examination.label_convention import IGNORED, LabelConvention
 from sigsoftmax.integrations.huggingface.patching.causal_loss import CausalLoss, Count, divided
 from sigsoftmax.integrations.huggingface.patching.head_function import LinearLogits, LinearMap
 
@@ -96,7 +96,7 @@ class FusedLoss(CausalLoss):
         return cls(
             head=model.output_function,
             options=options,
-            targets_BL=following_labels(labels, shift_labels, IGNORED),
+            targets_BL=LabelConvention().targets(labels, shift_labels, IGNORED),
             count=count,
             fused_head=model.fused_head,
         )
