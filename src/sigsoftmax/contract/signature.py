@@ -145,16 +145,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _has_autocast(kind: str) -> bool:
-    # Nothing is noted in a traced call: it would depend on this table, and be compiled once more after the first entry.
-    if torch.compiler.is_compiling():
-        return torch.amp.is_autocast_available(kind)
-    if kind not in _HAS_AUTOCAST:
-        _HAS_AUTOCAST[kind] = torch.amp.is_autocast_available(kind)
-    return _HAS_AUTOCAST[kind]
+    known = _HAS_AUTOCAST.get(kind)
+    return torch.amp.is_autocast_available(kind) if known is None else known
 
 
-_HAS_AUTOCAST: dict[str, bool] = {}
-"""for each kind of device whether torch knows autocast on it"""
+_HAS_AUTOCAST = {kind: torch.amp.is_autocast_available(kind) for kind in ("cpu", "cuda", "meta", "mps", "xpu")}
+"""For each usual kind of device whether torch knows autocast on it.
+
+All are asked here, since Dynamo of torch 2.11 cannot trace the question. No entry is added later: compiled code depends
+on this table, and would be compiled once more.
+"""
 
 
 def wants_gradient(tensor: Tensor | None) -> bool:

@@ -10,6 +10,9 @@ from typing import NamedTuple
 MIXTURES = {"mos": "softmax", "moss": "sigsoftmax"}
 """The mixtures that have names of their own in the literature, and their members."""
 
+# Compiled here, since Dynamo of torch 2.11 cannot trace how `re` compiles a pattern at its first use.
+_CALL = re.compile(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+
 
 class Call(NamedTuple):
     """A name and the items in the brackets behind it."""
@@ -21,7 +24,7 @@ class Call(NamedTuple):
 
 def parse_call(text: str) -> Call | None:
     """Take ``"mixture(gss(k=0), K=4)"`` apart into ``"mixture"`` and ``["gss(k=0)", "K=4"]``; None if it is no call."""
-    match = re.fullmatch(r"\s*([^()\s]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
+    match = _CALL.fullmatch(text)
     if match is None or match[2] is None:
         return match and Call(match[1], None)
     *items, last = split_items(match[2])
