@@ -141,6 +141,7 @@ def assert_written(result: subprocess.CompletedProcess[str], out: Path) -> set[s
     return {m.case for m in written}
 
 
+@pytest.mark.thorough
 def test_some_cases_on_a_cpu(tmp_path):
     before = (RECORDS / "gpu.jsonl").read_bytes()
     out = tmp_path / "gpu.jsonl"

@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 import huggingface as benchmark
 
 
+@pytest.mark.thorough
 def test_the_benchmark_measures_every_implementation():
     case = benchmark.step_case(2, 8, 16, 96)
     results = benchmark.measured(case, rounds=2)
