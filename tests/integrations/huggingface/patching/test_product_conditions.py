@@ -120,6 +120,33 @@ def test_a_compiled_step_has_the_changes_that_were_there_when_it_was_compiled(ch
     torch.testing.assert_close(loss.detach(), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_a_compiled_step_does_not_take_the_changes_of_another_model():
+    # A setting rather than a hook: torch.compile does not compile a model's own forward pass anew for another hook.
+    model, ids = apply_output_function(tiny("gemma2"), "sigsoftmax"), tokens()
+    changed = copy.deepcopy(model)
+    another_cap(changed)
+    wanted = [right_loss(model, ids), right_loss(changed, ids)]
+    assert abs(wanted[0] - wanted[1]) > 0.1
+    with warnings.catch_warnings(action="ignore"):
+        losses = [torch.compile(one.train(), backend="aot_eager")(ids, labels=ids).loss for one in (model, changed)]
+    torch.testing.assert_close([loss.detach() for loss in losses], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_step_is_compiled_anew_for_another_layer():
+    # Nothing that was compiled for a layer without a hook may serve here.
+    torch.compiler.reset()
+    model, ids = apply_output_function(tiny("gemma2"), "sigsoftmax"), tokens()
+    compiled = torch.compile(model.train(), backend="aot_eager")
+    compiled(ids, labels=ids)
+    model.lm_head = copy.deepcopy(model.lm_head)
+    halved_by_a_hook(model)
+    wanted = right_loss(model, ids)
+    model.train()
+    with warnings.catch_warnings(action="ignore"):
+        loss = compiled(ids, labels=ids).loss
+    torch.testing.assert_close(loss.detach(), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_mixture_cannot_be_computed_beside_a_hook():
     model, ids = apply_output_function(tiny(), "mos(K=2)"), tokens()
     halved_by_a_hook(model)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sigsoftmax.integrations.huggingface.examination.label_convention import (
@@ -43,7 +44,7 @@ from sigsoftmax.integrations.huggingface.patching.head_function import HeadFunct
 from sigsoftmax.integrations.huggingface.patching.mixture_head import restored_head
 from sigsoftmax.integrations.huggingface.patching.output_layer_hook import WaitingCall
 from sigsoftmax.integrations.huggingface.patching.output_without_logits import without_logits
-from sigsoftmax.integrations.huggingface.patching.product_conditions import logit_settings
+from sigsoftmax.integrations.huggingface.patching.product_conditions import found_change, logit_settings
 from sigsoftmax.integrations.huggingface.storage import adapters, checkpoints
 from sigsoftmax.integrations.huggingface.trainers.trl_fused_head import FusedHead, FusedLoss
 
@@ -104,6 +105,16 @@ class PatchedModel:
         """The bias that the model adds after its output layer."""
         name = self.examined.class_bias
         return None if name is None else tensor_named(self, name)
+
+    @torch.compiler.assume_constant_result
+    def found_change(self, *identities: int) -> str | None:
+        """What the function ``found_change`` tells of this model.
+
+        A compiled call keeps what was found when it was compiled, as it keeps the hooks of that time. Compiled code
+        asks this method because torch 2.11 passes no modules to a function with a constant result. The ``id`` of the
+        model and of its layers are arguments so that another model of the class, or another layer, is asked anew.
+        """
+        return found_change(self)
 
     @property
     def loss_function(self) -> Any:

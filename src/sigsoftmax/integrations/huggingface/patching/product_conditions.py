@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from sigsoftmax.integrations.huggingface.examination.output_layers import described_layer, linear_layer
+from sigsoftmax.integrations.huggingface.examination.output_layers import described_layer, linear_layer, output_layer
 
 OWN = __package__.removesuffix("patching")
 HARMLESS = ("accelerate.", "deepspeed.", "torch.distributed.", "torch.nn.modules.", "trl.", OWN)
@@ -30,12 +29,14 @@ def why_not_product(model: Any, layer: Any) -> str | None:
         return f"its output layer is now {described_layer(layer)}, something other than a plain linear map"
     if plain.weight.is_meta:
         return "its output layer is offloaded, and its weight is there while the layer runs alone"
-    return _found_change(model, layer, plain)
+    return model.found_change(id(model), id(layer), id(plain))
 
 
-@torch.compiler.assume_constant_result
-def _found_change(model: Any, layer: nn.Module, plain: nn.Linear) -> str | None:
-    """A compiled call keeps what was found when it was compiled, as it keeps the hooks of that time."""
+def found_change(model: Any) -> str | None:
+    """The step or the setting that changes the logits of a model whose output layer is a plain linear map."""
+    layer = output_layer(model)
+    plain = linear_layer(layer)
+    assert plain is not None
     # An adapter that trains a copy of the layer wraps it.
     step = _other_step(plain) or _other_step(layer)
     if step is not None:
