@@ -21,7 +21,6 @@ LOSS_ONLY = {"rope": False, "rms_norm": False, "swiglu": False}
 REMEDY = "fused_linear_cross_entropy=False"
 
 
-
 def test_the_fused_loss_on_a_patched_model_is_refused():
     model = apply_output_function(tiny(), "sigsoftmax").train()
     with pytest.raises(ValueError, match=f"sigsoftmax, and Liger is about to replace its forward pass.*{REMEDY}"):
