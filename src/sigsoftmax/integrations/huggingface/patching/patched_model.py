@@ -380,6 +380,7 @@ def is_patched(model: Any) -> bool:
 def attach(model: Any, function: HeadFunction, options: CausalLossOptions) -> None:
     """Give a model of a patched class what that class needs."""
     model.output_function, model.loss_options = function, options
+    function.write_mark()
     model.logit_settings = logit_settings(model)
     layer = linear_layer(output_layer(model))
     if layer is not None:
