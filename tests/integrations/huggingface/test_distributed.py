@@ -1,4 +1,4 @@
-"""Two processes train a patched model as one does: DDP, and FSDP with the output layer in the root or on its own."""
+"""Two processes train a patched model as one does: DDP, and FSDP with the output layer in the root or in a group."""
 
 import pytest
 
@@ -19,15 +19,17 @@ FUNCTION, MIXTURE = "gss(k=learned:0.5)", "mixture(gss(k=learned:0.5), K=3)"
 WAYS = {
     "ddp": lambda model: DistributedDataParallel(model),
     "fsdp": lambda model: sharded(model),
-    "fsdp, output layer apart": lambda model: sharded(model, apart=True),
+    "fsdp, output layer apart": lambda model: sharded(model, [model.lm_head]),
+    "fsdp, output layer and norm": lambda model: sharded(model, [model.model.norm, model.lm_head]),
+    "fsdp, tied and norm": lambda model: sharded(model, [model.model.embed_tokens, model.model.norm, model.lm_head]),
 }
 
 
-def sharded(model, *, apart=False):
+def sharded(model, group=None):
     for layer in model.model.layers:
         fully_shard(layer)
-    if apart:
-        fully_shard(model.lm_head)
+    if group is not None:
+        fully_shard(group)
     return fully_shard(model)
 
 
@@ -75,6 +77,9 @@ def gradients_of_part(rank, way, name, function):
         ("fsdp, output layer apart", "llama", FUNCTION),
         ("ddp", "llama", MIXTURE),
         ("fsdp, output layer apart", "llama", MIXTURE),
+        ("fsdp, output layer and norm", "llama", FUNCTION),
+        ("fsdp, output layer and norm", "llama", MIXTURE),
+        ("fsdp, tied and norm", "llama tied", FUNCTION),
     ],
 )
 def test_two_processes_get_the_gradients_of_one(tmp_path, way, name, function):

@@ -210,6 +210,34 @@ def test_interrupted_saves_leave_nothing_that_runs_as_softmax(tmp_path, monkeypa
     assert_same(model, from_pretrained(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("trained", "other"),
+    [
+        ("sigsoftmax", "relu"),
+        ("sigsoftmax", "softmax"),
+        ("gss(k=0.2)", "gss(k=0.5)"),
+        ("mos(K=2)", "moss(K=2)"),
+        ("mos(K=2, latent=tanh)", "mos(K=2, latent=linear)"),
+    ],
+)
+def test_a_state_dict_of_another_function_is_refused(trained, other):
+    state = apply_output_function(tiny(), trained).state_dict()
+    with pytest.raises(ValueError, match="trained with another output function"):
+        apply_output_function(tiny(), other).load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("head", ["gss(k=learned:0.5)", "moss(K=2)"])
+def test_a_state_dict_without_a_mark_of_its_function_is_read(tmp_path, head):
+    """State dicts and folders of older versions."""
+    model = apply_output_function(tiny(), head)
+    other = apply_output_function(tiny(seed=5), head)
+    other.load_state_dict(model.state_dict() | {"output_function.requires_sigsoftmax": torch.ones(())})
+    assert_same(model, other)
+    other.output_function.requires_sigsoftmax = torch.ones(())
+    other.save_pretrained(tmp_path)
+    assert_same(model, from_pretrained(tmp_path))
+
+
 def test_state_dicts_of_files_go_into_a_patched_model(tmp_path):
     model = apply_output_function(tiny("llama tied"), "sigsoftmax")
     model.save_pretrained(tmp_path)

@@ -187,6 +187,8 @@ def test_the_trainer_resumes_from_its_checkpoints(tmp_path):
     trainer(resumed, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(whole, resumed)
     assert_same(whole, from_pretrained(tmp_path / "checkpoint-4"))
+    with pytest.raises(ValueError, match="trained with another output function"):
+        trainer(apply_output_function(tiny(), "relu"), 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 MODELING = """

@@ -303,8 +303,13 @@ def fully_sharded(model):
     return fully_shard(model)
 
 
+def sharded_with_norm(model):
+    fully_shard([model.model.norm, model.lm_head])
+    return fully_sharded(model)
+
+
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_sharded])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_sharded, sharded_with_norm])
 def test_several_processes(wrap):
     model = apply_output_function(tiny(), "gss(k=learned:0.5)", chunk_bytes=2000).train()
     add_fused_lm_head(model, temperature=0.7, outputs=OUTPUTS)

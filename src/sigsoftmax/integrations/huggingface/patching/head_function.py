@@ -8,6 +8,7 @@ Shapes: (..., V) logits of V classes, (..., d) hidden vectors; N and n tokens.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ from sigsoftmax.losses.token_statistics import linear_token_statistics
 
 CHUNK_NUMBERS = 8 * 2**20
 """Number of logits that are transformed at a time, in place, where they need no gradient (32 MiB in float32)."""
+
+UNMARKED = 1
+"""The entry ``requires_sigsoftmax`` of state dicts that were written before it held a mark of the function."""
 
 
 def is_plain_softmax(function: OutputFunction) -> bool:
@@ -60,6 +64,8 @@ class HeadFunction(FunctionModule):
     are saved with the model; a scalar that callbacks move is one of these.
     """
 
+    requires_sigsoftmax: Tensor
+    """The load_state_dict of a softmax model stops at this name; plain softmax stores none."""
     takes_hidden = False
     """True if logits can be computed from hidden vectors alone, and not from the product of the output layer."""
 
@@ -84,8 +90,8 @@ class HeadFunction(FunctionModule):
                 self.function_parameters[key] = nn.Parameter(value.detach().reshape(1), value.requires_grad)
         self.frozen = tuple(sorted({*frozen, *(key for key, value in held.items() if not value.requires_grad)}))
         self.freeze()
-        # A plain load_state_dict of a softmax model stops at this name. Plain softmax loads anywhere.
-        self.register_buffer("requires_sigsoftmax", torch.ones(()), persistent=not self.is_plain_softmax)
+        unmarked = torch.full((), UNMARKED, dtype=torch.int64)
+        self.register_buffer("requires_sigsoftmax", unmarked, persistent=not self.is_plain_softmax)
 
     @property
     def function(self) -> OutputFunction:
@@ -107,6 +113,27 @@ class HeadFunction(FunctionModule):
                     f"parameters are: {', '.join(self.function_parameters) or 'none'}"
                 )
             self.function_parameters[key].requires_grad_(False)
+
+    @property
+    def mark(self) -> int:
+        """A number for the function as it is stored, exact in float32: values of parameters are not in it."""
+        return zlib.crc32(self.stored()["function"].encode()) >> 8
+
+    def write_mark(self) -> None:
+        """Mark state dicts with the function of their weights: most functions have no parameters to tell them apart."""
+        # Made anew: loading in half precision makes a float of it.
+        self.requires_sigsoftmax = torch.full_like(self.requires_sigsoftmax, self.mark, dtype=torch.int64)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        stored = state_dict.get(f"{prefix}requires_sigsoftmax")
+        if stored is not None and not stored.is_meta and int(stored) not in (UNMARKED, self.mark):
+            raise ValueError(
+                f"these weights were trained with another output function than {self.described()}, and mean nothing "
+                "to it; load them into a model that is patched as theirs was (the config.json beside them says how), "
+                "and apply another function to it afterwards if that is what you want"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        self.write_mark()  # those of older versions have none
 
     @property
     def is_plain_softmax(self) -> bool:

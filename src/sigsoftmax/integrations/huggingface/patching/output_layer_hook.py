@@ -36,6 +36,8 @@ class WaitingCall:
     """A bias that the model adds after its output layer (``Examined.class_bias``)."""
     logits: Tensor | None = None
     """The logits once they are computed."""
+    rows: Tensor | None = None
+    """What the layer returned, no rows, where somebody hooked its output."""
     thread: int | None = None
     """The thread that makes this call; None in a compiled call."""
 
@@ -45,6 +47,10 @@ class WaitingCall:
             self.loss.loss = self.loss.of_hidden(used, hidden)
         if self.head is not None:
             self.logits = self.head.linear(hidden, used).logits()
+
+    def joined(self, result: Tensor) -> Tensor:
+        """A result of this call whose gradient reaches the output of the layer, too."""
+        return result if self.rows is None else result + self.rows.sum().to(result)
 
 
 @dataclass(frozen=True)
@@ -67,25 +73,48 @@ def serve_waiting_call(layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...
     It is computed here rather than after the model's forward pass because a sharded weight is whole only while its
     layer runs.
     """
-    waiting = getattr(layer, "waiting_call", None)
-    if waiting is None or (waiting.thread is not None and waiting.thread != threading.get_ident()):
+    waiting = _waiting_call(layer)
+    if waiting is None:
         return None
     waiting.take(layer, arguments[0])
     return (arguments[0][..., :0, :], *arguments[1:])
 
 
+def give_rows(layer: Any, arguments: tuple[Any, ...], rows: Tensor) -> Tensor | None:
+    """The hook after the layer, for those after it: no rows, whose gradient comes before that of the results.
+
+    FSDP2 gathers the parameters of a group of modules again when a gradient arrives at the output of the last of them.
+    These rows are a leaf, which a compiler does not allow: a gradient of the weight would be a tensor of its size.
+    """
+    waiting = _waiting_call(layer)
+    if waiting is None or not rows.requires_grad or len(layer._forward_hooks) == 1:
+        return None
+    waiting.rows = rows if torch.compiler.is_compiling() else rows.detach().requires_grad_()
+    return waiting.rows
+
+
+def _waiting_call(layer: Any) -> WaitingCall | None:
+    """The call of this thread that waits for the input of the layer."""
+    waiting: WaitingCall | None = getattr(layer, "waiting_call", None)
+    is_other = waiting is not None and waiting.thread is not None and waiting.thread != threading.get_ident()
+    return None if is_other else waiting
+
+
 def add_hook(layer: nn.Module) -> None:
-    """Register the hook, as the last one, so that it takes what the layer would get after all other hooks."""
+    """Register the hooks: the last before the layer, which takes what it would get, and the first after it."""
     hooks = list(layer._forward_pre_hooks.values())
     if serve_waiting_call in hooks[:-1]:
         remove_hook(layer._forward_pre_hooks, serve_waiting_call)
     if hooks[-1:] != [serve_waiting_call]:
         layer.register_forward_pre_hook(serve_waiting_call)
+    if give_rows not in layer._forward_hooks.values():
+        layer.register_forward_hook(give_rows, prepend=True)
 
 
 def remove_hooks(model: nn.Module) -> None:
     """Undo :func:`add_hook` in all layers: a model may have got another output layer since."""
     for module in model.modules():
+        remove_hook(module._forward_hooks, give_rows)
         if remove_hook(module._forward_pre_hooks, serve_waiting_call):
             module.__dict__.pop("waiting_call", None)
 

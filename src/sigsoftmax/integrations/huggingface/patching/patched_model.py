@@ -333,6 +333,8 @@ def _output_of_hidden(
     )
     with output_layer_hook.waiting(model, layer, waiting):
         output = call.output(model, options)
+    if output.get("loss") is not None:
+        output["loss"] = waiting.joined(output["loss"])
     if not wants_logits:
         # No logits rather than none of their rows: whoever needs them should hear of it at once.
         return without_logits(output)
@@ -342,7 +344,7 @@ def _output_of_hidden(
             f"{receipts.described(forward)} gave logits without calling its output layer, so they are not those of "
             f"{model.output_function.described()}. {receipts.remedy(forward)}"
         )
-    output["logits"] = waiting.logits.to(output["logits"].dtype)
+    output["logits"] = waiting.joined(waiting.logits).to(output["logits"].dtype)
     return output
 
 
@@ -372,6 +374,8 @@ def _fused_output(model: Any, call: _OwnCall, options: dict[str, Any]) -> Any:
             f"model.loss_function, so nothing is known of single tokens. {receipts.remedy(call.own.forward)}"
         )
     receipts.leave(model)
+    output["loss"] = waiting.joined(output["loss"])
+    loss.statistics = {name: waiting.joined(one) if one.requires_grad else one for name, one in loss.statistics.items()}
     return loss.answer(output, is_shifted=shift_labels is not None)
 
 
@@ -387,6 +391,7 @@ def is_patched(model: Any) -> bool:
 def attach(model: Any, function: HeadFunction, options: CausalLossOptions) -> None:
     """Give a model of a patched class what that class needs."""
     model.output_function, model.loss_options = function, options
+    function.write_mark()
     model.logit_settings = logit_settings(model)
     layer = linear_layer(output_layer(model))
     if layer is not None:

@@ -126,6 +126,7 @@ def load_remembered(path: str, settings: Mapping[str, Any], **options: Any) -> A
     checkpoints.restore_shapes(model)
     checkpoints.check_filled(model, stored["reshaped"])
     model.output_function.freeze()
+    model.output_function.write_mark()  # files of older versions have none
     lost = [key for key in report["missing_keys"] if key.startswith("output_function.")]
     if lost:
         raise ValueError(
