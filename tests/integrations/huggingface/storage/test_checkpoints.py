@@ -226,6 +226,19 @@ def test_a_state_dict_of_another_function_is_refused(trained, other):
         apply_output_function(tiny(), other).load_state_dict(state, strict=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_state_dict_that_was_converted_is_read(dtype):
+    """All of its entries, the mark of the function too."""
+    model = apply_output_function(tiny(), "sigsoftmax")
+    state = {key: value.to(dtype) for key, value in model.state_dict().items()}
+    other = apply_output_function(tiny(seed=5), "sigsoftmax")
+    other.load_state_dict(state)
+    assert torch.equal(other.lm_head.weight, model.lm_head.weight.to(dtype).float())
+    if dtype is not torch.float16:  # the marks exceed it
+        with pytest.raises(ValueError, match="trained with another output function"):
+            apply_output_function(tiny(), "relu").load_state_dict(state)
+
+
 @pytest.mark.parametrize("head", ["gss(k=learned:0.5)", "moss(K=2)"])
 def test_a_state_dict_without_a_mark_of_its_function_is_read(tmp_path, head):
     """State dicts and folders of older versions."""

@@ -124,9 +124,13 @@ class HeadFunction(FunctionModule):
         # Made anew: loading in half precision makes a float of it.
         self.requires_sigsoftmax = torch.full_like(self.requires_sigsoftmax, self.mark, dtype=torch.int64)
 
+    def _has_own_mark(self, stored: Tensor) -> bool:
+        # As its dtype holds the marks: all entries of a state dict may have been converted to another one.
+        return bool((torch.tensor((UNMARKED, self.mark)).to(stored) == stored).any())
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
         stored = state_dict.get(f"{prefix}requires_sigsoftmax")
-        if stored is not None and not stored.is_meta and int(stored) not in (UNMARKED, self.mark):
+        if stored is not None and not stored.is_meta and not self._has_own_mark(stored):
             raise ValueError(
                 f"these weights were trained with another output function than {self.described()}, and mean nothing "
                 "to it; load them into a model that is patched as theirs was (the config.json beside them says how), "
