@@ -108,7 +108,7 @@ class PatchedModel:
 
     @torch.compiler.assume_constant_result
     def found_change(self, *identities: int) -> str | None:
-        """What the function ``found_change`` tells of this model.
+        """The answer of the function ``found_change`` for this model.
 
         A compiled call keeps what was found when it was compiled, as it keeps the hooks of that time. Compiled code
         asks this method because torch 2.11 passes no modules to a function with a constant result. The ``id`` of the
