@@ -45,7 +45,8 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Tests that need not run because others cover their pairs of parameters.
 
     Grids of two parameters are left whole, except where ``@pytest.mark.grid`` says that each value once is enough.
-    Tests marked ``thorough`` are left out too: others run the same code in less time.
+    Tests marked ``thorough`` are left out too: others run the same code in less time, or what they would notice shows
+    elsewhere, as a broken link does when the site is built.
     """
     grids: dict[tuple[str, str], list[pytest.Function]] = defaultdict(list)
     result: list[pytest.Item] = []

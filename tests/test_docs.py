@@ -73,7 +73,15 @@ def stub_of_vllm() -> dict[str, types.ModuleType]:
     return modules
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=name_of)
+STARTS_PROCESSES = ("distributed.md", "serving.md")
+"""pages whose blocks take seconds, since they start processes and export models"""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.thorough] if page.name in STARTS_PROCESSES else []) for page in WITH_BLOCKS],
+    ids=name_of,
+)
 def test_every_block_runs(page: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     if name_of(page) == "docs/serving.md":
         for name, module in stub_of_vllm().items():

@@ -37,6 +37,7 @@ def checkout_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_run_is_recorded_with_revision_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = checkout_of(tmp_path / "reference", monkeypatch)
     out = tmp_path / "curves.jsonl"

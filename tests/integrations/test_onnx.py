@@ -138,6 +138,7 @@ def mixture_agrees(name, head, path, export):
     torch.testing.assert_close(logits[mask.bool()], wanted[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_model_with_a_mixture(tmp_path):
     pytest.importorskip("transformers")
     mixture_agrees("llama", "mos(K=2)", tmp_path / "model.onnx", export_onnx)

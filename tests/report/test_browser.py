@@ -218,6 +218,7 @@ def test_saving_a_picture(tab):
     assert Path(waiting.value.path()).read_text().startswith("<svg")
 
 
+@pytest.mark.thorough
 def test_the_theme_follows_the_system_until_the_reader_chooses(browser, small_page):
     for system, other in (("light", "dark"), ("dark", "light")):
         opened = Tab(browser, small_page, color_scheme=system)
