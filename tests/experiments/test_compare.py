@@ -104,7 +104,7 @@ def test_what_was_measured_is_on_record_and_in_a_page(two_seeds):
 
 def test_the_words_name_the_table_and_its_files(two_seeds):
     _, _, said, _ = two_seeds
-    assert said[0].startswith("3 heads, 2 seeds, 1 epochs and 1 with averaged weights each, width 12; 3,000 words")
+    assert said[0].startswith("3 heads, 2 seeds, 1 epoch and 1 with averaged weights each, width 12; 3,000 words")
     assert re.match(r"In all about [\d.]+ (s|min \d+ s) on this machine \(cpu; 12 epochs are left\)", said[1])
     assert "2 epochs" in said[2]
     assert "standard deviation over seeds" in said[2]

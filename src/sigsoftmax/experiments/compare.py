@@ -231,7 +231,7 @@ def _introduction(config: CompareConfig, runs: list[Run], corpus: Corpus) -> str
             f"{language.num_contexts} contexts, {language.vocabulary} words, log P of rank {language.log_rank})"
         )
     width = recipes[0].model.embedding
-    epochs = f"{runs[0].epochs} epochs"
+    epochs = counted(runs[0].epochs, "epoch")
     if _is_finetuned(recipes[0]):
         epochs += f" and {runs[0].finetuning().epochs} with averaged weights"
     return (

@@ -147,4 +147,5 @@ def listed(steps: Sequence[Step]) -> str:
     """The total, and the parts that matter to it."""
     total = sum(step.seconds for step in steps)
     long = [f"{step.name} {duration_text(step.seconds)}" for step in steps if step.seconds >= max(1.0, 0.05 * total)]
-    return f"about {duration_text(total)}" + (f" ({', '.join(long)})" if long else "")
+    about = f"about {duration_text(total)}" if total >= 0.1 else "less than 0.1 s"
+    return about + (f" ({', '.join(long)})" if long else "")

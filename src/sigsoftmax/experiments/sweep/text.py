@@ -10,7 +10,7 @@ from sigsoftmax.experiments.sweep.plan import Point, SweepConfig, Trial
 from sigsoftmax.records.durations import duration_text
 from sigsoftmax.records.schemas.sweeps import PairedDifferenceRecord, Quantity, TrialRecord
 from sigsoftmax.records.statistics import LEAST_SEEDS, PairedDifference
-from sigsoftmax.report.number_text import DASH
+from sigsoftmax.report.number_text import DASH, counted
 from sigsoftmax.report.sections.sweeps import Trials, mean_fields
 from sigsoftmax.report.tables import Cell, Column, Fields, Table
 
@@ -192,4 +192,5 @@ def trial_line(trial: Trial, record: TrialRecord, count: str) -> str:
     parts = [f"validation perplexity {perplexity_text(record.valid_loss)}", f"test {perplexity_text(record.test_loss)}"]
     if record.kl is not None:
         parts.append(f"KL to the truth {record.kl:.4f}")
-    return f"{trial.name}: {', '.join(parts)} ({record.epochs} epochs, {duration_text(record.seconds)}; {count})"
+    length = f"{counted(record.epochs, 'epoch')}, {duration_text(record.seconds)}"
+    return f"{trial.name}: {', '.join(parts)} ({length}; {count})"

@@ -176,7 +176,7 @@ class Ranking:
     def extent(self) -> str:
         """The length of the runs, and the number of seeds."""
         epochs = [epoch for head in self.heads for epoch in head.epochs.values()]
-        length = f"{range_text(epochs)} epochs, " if epochs else ""
+        length = f"{range_text(epochs)} {'epoch' if set(epochs) == {1} else 'epochs'}, " if epochs else ""
         return f"{length}{counted(len(self.seeds), 'seed')}"
 
     # --- the table ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from sigsoftmax.report.material import Material, corpus_label, run_label, settin
 from sigsoftmax.report.number_text import (
     DASH,
     count_text,
+    counted,
     listed,
     number_text,
     range_text,
@@ -74,7 +75,7 @@ class Group:
     @property
     def extent(self) -> str:
         seeds = f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
-        return f"{seeds}, {self.common[-1]} epochs"
+        return f"{seeds}, {counted(self.common[-1], 'epoch')}"
 
 
 def _phase(run: RunIdentity) -> str:
