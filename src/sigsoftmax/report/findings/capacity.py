@@ -68,7 +68,7 @@ def fits_table(
     curve: Mapping[int, float] | None = None,
 ) -> Table:
     """Every number of each fit. ``curve`` has the KL of softmax at further widths; in a terminal all have one width."""
-    limits: Fields[CapacityResult] = {Column("at most", group="KL (nats)"): _limit_text}
+    limits: Fields[CapacityResult] = {Column("at most", group="KL (nats)", page_only=True): _limit_text}
     fields: Fields[CapacityResult] = {
         Column("Head", "label"): lambda r: head_cell(r.head, looks),
         Column("Width", page_only=True): lambda r: count_text(r.width),
@@ -83,7 +83,7 @@ def fits_table(
         **(limits if any(map(_limit_text, results)) else {}),
         Column("excess", group="Perplexity"): lambda r: f"{TIMES} {number_text(perplexity(r.fitted_kl))}",
         Column("of equal KL", group="Softmax"): _softmax_width(curve or softmax_curve(results)),
-        "Time": lambda r: seconds_text(r.seconds),
+        Column("Time", page_only=True): lambda r: seconds_text(r.seconds),
     }
     # Softmax, which is first in the results, stays before its equals.
     in_order = sorted(results, key=lambda r: (r.width, -round(r.fitted_kl, 4)))
