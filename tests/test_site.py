@@ -137,19 +137,21 @@ class _Watched:
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
 
-    def search(self, word: str) -> list[str]:
-        """Titles that the search of the site finds."""
+    def find(self, word: str, title: str) -> "api.Locator":
+        """The page of this title among those that the search of the site finds."""
         from playwright.sync_api import TimeoutError
 
         self.page.evaluate("document.querySelector('label[for=__search]').click()")
-        # What is typed before the program listens is lost, and a busy machine is late.
+        found = self.page.locator(".md-search-result__article", has_text=title).first
+        # What is typed before the program listens is lost, and a busy machine is late, also with what it finds for the
+        # first letters of the word.
         for _ in range(12):
             self.page.fill(".md-search__input", "")
             self.page.type(".md-search__input", word)
             with contextlib.suppress(TimeoutError):
-                self.page.wait_for_selector(".md-search-result__item", timeout=5000)
-                return self.page.locator(".md-search-result__article h1").all_text_contents()
-        pytest.fail("the search finds nothing")
+                found.wait_for(state="attached", timeout=5000)
+                return found
+        pytest.fail(f"the search for {word!r} does not find {title!r}")
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
@@ -166,7 +168,7 @@ def test_a_browser_asks_nobody_else_and_nothing_is_cut_off(
     assert page.evaluate("document.querySelector('.formula math').getBoundingClientRect().height") > 20
     scheme_used = page.evaluate("document.body.dataset.mdColorScheme")
     assert scheme_used == ("slate" if scheme == "dark" else "default")
-    assert "Failure modes" in tab.search("temperature")
+    tab.find("temperature", "Failure modes")
     tab.context.close()
     assert [url for url in tab.asked if not url.startswith(address)] == []
     assert tab.said == []
@@ -177,7 +179,7 @@ def test_the_search_works_on_a_page_opened_from_the_disk(browser: "api.Browser",
     """As `make docs` leaves the site: no server, so neither a worker nor a file that a script could read."""
     tab = _Watched(browser, "light", 1280)
     tab.page.goto((site / path).as_uri())
-    assert "Failure modes" in tab.search("temperature")
+    tab.find("temperature", "Failure modes")
     tab.page.locator(".md-search-result__link", has_text="Failure modes").first.click()
     tab.page.wait_for_url("**/faq.html*")
     tab.context.close()
