@@ -137,8 +137,8 @@ class _Watched:
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
 
-    def find(self, word: str, title: str) -> "api.Locator":
-        """The page of this title among those that the search of the site finds."""
+    def find(self, word: str, title: str) -> None:
+        """Search the site, and wait for the page of this title among what is found."""
         from playwright.sync_api import TimeoutError
 
         self.page.evaluate("document.querySelector('label[for=__search]').click()")
@@ -150,7 +150,7 @@ class _Watched:
             self.page.type(".md-search__input", word)
             with contextlib.suppress(TimeoutError):
                 found.wait_for(state="attached", timeout=5000)
-                return found
+                return
         pytest.fail(f"the search for {word!r} does not find {title!r}")
 
 
