@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 MIXTURES = {"mos": "softmax", "moss": "sigsoftmax"}
@@ -48,13 +48,13 @@ def key_and_value(item: str) -> tuple[str, str] | None:
     return (key, value) if equals else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Collection[str]) -> str:
     """A hint for a message: the nearest of the known names, or nothing where none is near."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Check that an option has one of the values that it can have."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
